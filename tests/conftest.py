@@ -13,11 +13,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray starts its workers at the lowest priority: next to several processes of tests they would get no core.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-# Ray starts a worker for each core beforehand. Actors with variables of their own, as all here, use none.
+# Ray prestarts a worker per core. Actors with their own environment variables, as all here, use none.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
-# Imports make two million objects, which stay. No collection looks at them before tests begin, and later only
-# once a test has unfrozen all there is, as each run of the loop does.
+# Imports create two million objects that stay. No collection visits them before the tests begin; later
+# ones do once a test unfreezes the heap, as each run of the loop does.
 gc.disable()
 
 import tests.support.shapes  # noqa: E402, F401  the hook below names its checker
@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from tests.support.good_inputs import CONFIG, GOOD, write  # noqa: E402
 from tests.support.tiers import ALL  # noqa: E402
 
-# An example that is slow, or slow to find, shows a busy machine. Examples of a test share its fixtures.
+# Slow examples, or a slow search for them, mean a busy machine. Examples of a test share its fixtures.
 settings.register_profile(
     "suite",
     deadline=None,
@@ -47,16 +47,16 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The half of `make test` with clusters reads only files that have some of its tests."""
-    of_that_half = config.option.markexpr.startswith("machine and")
-    if of_that_half and collection_path.match("test_*.py"):
+    """Skip files without `machine` tests in the half of `make test` that starts clusters."""
+    machine_half = config.option.markexpr.startswith("machine and")
+    if machine_half and collection_path.match("test_*.py"):
         return "mark.machine" not in collection_path.read_text() or None
     return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files begin first: the others are distributed in parallel."""
+    """Start long files first, so that the others run in parallel."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -71,36 +71,36 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries report leaks as the process ends
+    gc.unfreeze()  # otherwise libraries report leaks when the process exits
 
 
 @pytest.fixture
 def frozen_heap() -> None:
-    """For tests of code that collects garbage: a collection that looks at all there is takes seconds."""
+    """Freeze the heap for tests of code that collects garbage: a full collection takes seconds."""
     gc.collect(1)
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The real problem sets; a test that needs them is skipped where they are not."""
+    """Return the directory of the real problem sets; skip the test where it is missing."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"the real problem sets are not at {SHARED_DATA}")
     return SHARED_DATA
 
 
 def _folders() -> list[str]:
-    """Every folder with tests, where actors find the classes that a test module defines."""
+    """Return every folder with tests: actors import the classes that a test module defines."""
     return sorted({str(path.parent) for path in (ROOT / "tests").rglob("test_*.py")})
 
 
 @pytest.fixture(scope="session", autouse=True)
 def model_cache(tmp_path_factory) -> Path:
-    """Models that tests make go here, not into the user's cache; subprocesses inherit it."""
+    """Models built by tests go here, not into the user's cache; subprocesses inherit it."""
     directory = tmp_path_factory.mktemp("cache")
     os.environ["GRPO_DIST_CACHE"] = str(directory)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # Actors find the worker classes that tests define.
+    # for actors, which import worker classes from test modules
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), *_folders(), os.environ.get("PYTHONPATH")])
     )
@@ -127,20 +127,20 @@ def ranks_parent(ray_cluster, tmp_path_factory):
 
 @pytest.fixture
 def forked_ranks(ranks_parent):
-    """Ranks of a `PolicyGroup` are forked, not started by Ray: see `forked_ranks`."""
+    """Fork the ranks of a `PolicyGroup` instead of starting them with Ray: see `forked_ranks`."""
     with ranks_parent.in_the_place_of_ray():
         yield
 
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """One private Ray for all tests with actors."""
+    """Start one private Ray for all tests with actors."""
     import ray
 
     from actors.connection import start_private_ray
     from actors.lifecycle import team
 
-    team.HEALTH_S = 0.5  # a dead actor is noticed sooner than in a run
+    team.HEALTH_S = 0.5  # notices a dead actor sooner than in a run
     start_private_ray(include_dashboard=False)
     yield
     ray.shutdown()
@@ -148,7 +148,7 @@ def ray_cluster():
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A directory with good data and a configuration on it."""
+    """Change to a directory with valid data and a configuration."""
     monkeypatch.chdir(tmp_path)
     write("train.jsonl", GOOD)
     (tmp_path / "config.yaml").write_text(CONFIG)

@@ -1,4 +1,4 @@
-"""Engines of evaluation sample from a snapshot of adapters what the model with them is."""
+"""Evaluation engines sample from an adapter snapshot as from the merged model."""
 
 import pytest
 import torch

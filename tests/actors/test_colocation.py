@@ -1,4 +1,4 @@
-"""Roles that take turns on the same GPUs: the order in which they give and take memory."""
+"""Roles colocated on the same GPUs: the order in which they release and reload memory."""
 
 import asyncio
 from pathlib import Path
@@ -21,38 +21,35 @@ pytestmark = pytest.mark.machine
 ENGINES_LEAVE = ["engines.abandon()", "engines.sleep(keep_weights=False)"]
 TO_POLICY = [*ENGINES_LEAVE, "policy.hold(all)"]
 PUSH = [
-    "policy.hold(weights)",
-    "engines.wake_up(weights)",
-    "sync.push(1)",
-    "policy.hold(nothing)",
+    "policy.hold(weights)", "engines.wake_up(weights)", "sync.push(1)", "policy.hold(nothing)",
     "engines.wake_up(kv_cache)",
-]
+]  # fmt: skip
 
 
 class EventRecorder:
-    """Stands for a role or a sync; every call is an event. ``takes_s``: how long calls take."""
+    """A fake role or sync that records every call as an event. ``takes_s``: seconds by method."""
 
     def __init__(self, name, events, **takes_s):
         self._name, self._events, self._takes_s = name, events, takes_s
 
     def __getattr__(self, method):
         async def call(*arguments, **options):
-            said = [*map(str, arguments), *(f"{k}={v}" for k, v in options.items())]
-            self._events.append(f"{self._name}.{method}({', '.join(said)})")
+            texts = [*map(str, arguments), *(f"{k}={v}" for k, v in options.items())]
+            self._events.append(f"{self._name}.{method}({', '.join(texts)})")
             await asyncio.sleep(self._takes_s.get(method, 0))
             return {}
 
         return call
 
     async def used(self, what, takes_s=0.0):
-        """A call in its own turn, as the pools make it."""
+        """Make a call within a turn, as the pools do."""
         async with self.turn():
             self._events.append(f"{self._name}: {what}")
             await asyncio.sleep(takes_s)
 
 
 class RecordedRanks(PolicyGroup):
-    """The policy's handle; every call to its ranks is an event."""
+    """The policy's handle; records every call to its ranks as an event."""
 
     def __init__(self, events):
         self._events, self._takes_s, self.updates = events, {}, 0
@@ -76,7 +73,7 @@ class RecordedRanks(PolicyGroup):
 
 
 class World:
-    """A colocation of recorders, started, and the handles that the driver has."""
+    """A colocation of recorders, and the handles of the driver."""
 
     def __init__(self, timeout_s=HANG_S, has_reference=True):
         self.events = events = []
@@ -85,13 +82,9 @@ class World:
         others = {"reward_model a": self.rewards} | ({"reference": self.reference} if has_reference else {})
         self.colocation = Colocation(self.policy, self.engines, others, timeout_s=timeout_s)
         connected = Workers(
-            self.engines,
-            None,
-            self.reference if has_reference else None,
-            self.policy,
-            EventRecorder("sync", events),
-            EventRecorder("reference_sync", events),
-        )
+            self.engines, None, self.reference if has_reference else None, self.policy,
+            EventRecorder("sync", events), EventRecorder("reference_sync", events),
+        )  # fmt: skip
         self.workers = colocated(connected, self.colocation, has_reference=True)
 
 
@@ -118,17 +111,10 @@ def test_roles_load_one_after_the_other_and_the_first_to_ask_gets_the_gpus():
         return world.events
 
     assert asyncio.run(session()) == [
-        "engines.ready()",
-        "engines.sleep(keep_weights=True)",
-        "policy.ready()",
-        "policy.hold(nothing)",
-        "rewards.ready()",
-        "rewards.sleep()",
-        "reference.ready()",
-        "reference.sleep()",
-        "engines.wake_up()",
+        "engines.ready()", "engines.sleep(keep_weights=True)", "policy.ready()", "policy.hold(nothing)",
+        "rewards.ready()", "rewards.sleep()", "reference.ready()", "reference.sleep()", "engines.wake_up()",
         "engines: sample",
-    ]
+    ]  # fmt: skip
 
 
 def test_the_policys_memory_is_given_back_before_the_engines_map_their_weights():
@@ -142,7 +128,7 @@ def test_the_policys_memory_is_given_back_before_the_engines_map_their_weights()
 
 
 def test_each_role_has_one_turn_for_all_groups_of_a_batch_whatever_the_order_of_its_calls(monkeypatch):
-    monkeypatch.setattr(colocation, "_GRACE_S", 0.2)  # calls that follow at once do, on a busy machine, too
+    monkeypatch.setattr(colocation, "_GRACE_S", 0.2)  # enough for immediate calls on a busy machine
 
     async def step(world):
         async def group(number):
@@ -159,7 +145,7 @@ def test_each_role_has_one_turn_for_all_groups_of_a_batch_whatever_the_order_of_
     referenced = [
         "reference.wake_up()", *(f"reference: log-probs {i}" for i in range(3)), "reference.sleep()",
     ]  # fmt: skip
-    turns = [events[5:10], events[10:15]]  # either of the two that wait may be the first
+    turns = [events[5:10], events[10:15]]  # either waiting role may come first
     assert events[:5] == [*(f"engines: sample {i}" for i in range(3)), *ENGINES_LEAVE]
     assert sorted(map(sorted, turns)) == sorted([sorted(scored), sorted(referenced)])
     assert all(turn[0].endswith("wake_up()") and turn[-1].endswith("sleep()") for turn in turns)
@@ -193,7 +179,7 @@ def test_engines_never_sample_from_weights_that_were_not_sent():
         play(step)
 
 
-@pytest.mark.parametrize("values", ["logprobs", "score_norms"])  # of a sync probe; of the token baseline
+@pytest.mark.parametrize("values", ["logprobs", "score_norms"])  # for the sync probe; for the token baseline
 def test_values_of_rows_are_computed_in_the_turn_of_the_update_that_follows(values):
     async def step(world):
         await getattr(world.workers.policy, values)("batch")
@@ -210,13 +196,9 @@ def test_a_refresh_has_the_policys_weights_and_the_reference_on_the_gpus_and_not
 
     _, events = play(step)
     assert events == [
-        *ENGINES_LEAVE,
-        "policy.hold(weights)",
-        "reference.wake_up()",
-        "reference_sync.refresh()",
-        "policy.hold(nothing)",
-        "reference: log-probs",
-    ]
+        *ENGINES_LEAVE, "policy.hold(weights)", "reference.wake_up()", "reference_sync.refresh()",
+        "policy.hold(nothing)", "reference: log-probs",
+    ]  # fmt: skip
 
 
 def test_a_resumed_run_loads_and_pushes():
@@ -231,7 +213,7 @@ def test_a_resumed_run_loads_and_pushes():
 
 
 class Team:
-    """Stands for the engines' team: what the sync set, as `EventRecorder`."""
+    """A fake team of engines; ``catch_up``, which a sync sets, records events."""
 
     def __init__(self, events, failure=None):
         async def catch_up(worker):
@@ -252,7 +234,7 @@ def joining(world, failure=None):
 JOIN = ["policy.hold(weights)", "sync.catch_up(guest)", "policy.hold(nothing)"]
 
 
-def test_an_engine_that_joins_gets_the_weights_once_the_samples_on_their_way_are_there():
+def test_an_engine_that_joins_gets_the_weights_once_the_samples_in_flight_are_done():
     async def step(world):
         sampling = asyncio.create_task(world.engines.used("sample", takes_s=0.05))
         await asyncio.sleep(0)
@@ -278,7 +260,7 @@ def test_engines_that_left_for_one_that_joins_get_their_weights_again():
 
 @pytest.mark.parametrize("failure", [TimeoutError("it hangs"), RayActorError(), UserError("too far")])
 def test_an_engine_that_cannot_join_costs_the_others_nothing(monkeypatch, failure):
-    """The rank that sends to it is free once it is killed, at the latest when it waits no longer for it."""
+    """The sending rank is free once the engine is killed, at the latest when its wait times out."""
     killed = []
     monkeypatch.setattr(colocation, "kill", killed.extend)
 
@@ -316,7 +298,7 @@ def test_an_update_that_waits_for_a_join_whose_caller_is_gone_follows_it():
 
 
 async def caller_of_a_change(world):
-    """Save, and return the call once the engines, which take a while, are going to sleep."""
+    """Start a save; return its task while the engines go to sleep, which takes a while."""
     world.engines._takes_s["sleep"] = 0.05
     caller = asyncio.create_task(world.workers.policy.save(Path("step")))
     while "engines.sleep(keep_weights=False)" not in world.events:
@@ -349,8 +331,8 @@ def test_engines_drop_what_a_cancelled_caller_asked_for():
     assert events == ["engines: long sample", *TO_POLICY, "policy.save()"]
 
 
-def test_a_cancelled_change_is_no_error_for_those_who_waited_for_it():
-    """Two roles wait for a change to a third, whose caller is cancelled. They take their turns after it."""
+def test_a_cancelled_change_is_no_error_for_waiting_roles():
+    """Two roles wait for a change to a third, whose caller is cancelled. They run after it."""
 
     async def step(world):
         caller = await caller_of_a_change(world)
@@ -361,40 +343,28 @@ def test_a_cancelled_change_is_no_error_for_those_who_waited_for_it():
 
     _, events = play(step)
     assert events == [
-        *TO_POLICY,
-        "policy.hold(nothing)",
-        "rewards.wake_up()",
-        "rewards: score",
-        "rewards.sleep()",
-        "reference.wake_up()",
-        "reference: log-probs",
-    ]
+        *TO_POLICY, "policy.hold(nothing)", "rewards.wake_up()", "rewards: score", "rewards.sleep()",
+        "reference.wake_up()", "reference: log-probs",
+    ]  # fmt: skip
 
 
 def test_the_seconds_of_all_changes_since_the_last_push_are_metrics_of_the_push():
     async def step(world):
         await world.rewards.used("score")
         await world.workers.policy.update([])
-        return await world.workers.sync.push(1), await world.workers.sync.push(2)
+        world.metrics = await world.workers.sync.push(1), await world.workers.sync.push(2)
 
-    async def kept(world):
-        world.metrics = await step(world)
-
-    world, _ = play(kept)
+    world, _ = play(step)
     first, second = world.metrics
     moves = [
-        "engines_sleep",
-        "engines_wake",
-        "policy_offload",
-        "policy_reload",
-        "reward_model_sleep",
+        "engines_sleep", "engines_wake", "policy_offload", "policy_reload", "reward_model_sleep",
         "reward_model_wake",
-    ]
+    ]  # fmt: skip
     assert sorted(first) == [f"time/turn_{move}_s" for move in moves]
     assert "time/turn_reward_model_wake_s" not in second
 
 
-def test_a_change_of_turns_has_a_deadline_and_all_who_wait_for_it_get_its_error():
+def test_a_change_of_turns_has_a_deadline_and_all_waiting_callers_get_its_error():
     async def stuck(world):
         world.engines._takes_s["sleep"], world.colocation._timeout_s = HANG_S, 0.05
         world.errors = await asyncio.gather(
@@ -425,14 +395,12 @@ def test_the_base_of_adapters_answers_all_groups_in_one_call_in_the_policys_turn
     world, events = play(step, has_reference=False)
     assert [answer[0].item() for answer in world.answers] == [0, 1, 2]
     assert events[3:] == [
-        *TO_POLICY,
-        "policy.base_logprobs of ['prompt 0', 'prompt 1', 'prompt 2']",
-        "policy.update()",
-    ]
+        *TO_POLICY, "policy.base_logprobs of ['prompt 0', 'prompt 1', 'prompt 2']", "policy.update()",
+    ]  # fmt: skip
 
 
-def test_a_cancelled_group_leaves_the_base_to_the_others_and_is_asked_no_more():
-    """Its score failed, say. One is cancelled before the policy's turn, one while the ranks compute."""
+def test_a_cancelled_group_leaves_the_base_to_the_others_and_is_not_sent_again():
+    """As after a failed score. One is cancelled before the policy's turn, one while the ranks compute."""
 
     async def step(world):
         computing = asyncio.Event()

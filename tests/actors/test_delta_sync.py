@@ -36,9 +36,7 @@ class NudgedWorker(MovingWorker):
         return {n: p.detach().clone() for n, p in named.items()}
 
     def corrupt_next_changes(self, call):
-        """Flip a bit that leaves next: of the table of sizes (``call`` 1) or of the first bucket of changes
-        (2).
-        """
+        """Flip a bit in the next transfer: in the size table (``call`` 1) or the first delta bucket (2)."""
         transport, calls = self._transports["rollout"], []
         outgoing = transport.outgoing
 
@@ -55,7 +53,7 @@ class NudgedWorker(MovingWorker):
 
 
 class WatchedWorker(RolloutWorker):
-    """An engine that can be killed, and whose copy can be spoilt."""
+    """An engine that tests can kill, and whose copy they can corrupt."""
 
     async def process(self):
         return os.getpid()
@@ -118,14 +116,14 @@ async def test_engines_with_deltas_sample_what_they_sample_with_whole_weights_to
     await world.check()
     for seed in range(1, 4):
         await world.nudge(seed)
-        found = await world.push()
-        assert found["sync/whole"] == 0 and found["sync/mismatches"] == 0
-        assert 0.004 < found["sync/changed_share"] < 0.011  # of words; an element of float32 has two
-        assert found["sync/bytes"] < 0.03 * size
-        got = await world.check()
-    whole = await world.sampled_after_whole_weights()
-    assert same(got, whole)
-    # Engines hold no copy of weights that came without: the next are whole, and then changes again.
+        metrics = await world.push()
+        assert metrics["sync/whole"] == 0 and metrics["sync/mismatches"] == 0
+        assert 0.004 < metrics["sync/changed_share"] < 0.011  # share of words; a float32 element has two
+        assert metrics["sync/bytes"] < 0.03 * size
+        samples = await world.check()
+    whole_samples = await world.sampled_after_whole_weights()
+    assert same(samples, whole_samples)
+    # Weights sent without deltas leave no copy: the next transfer is whole, the one after it a delta.
     await world.nudge(4)
     assert (await world.push())["sync/whole"] == 1
     await world.nudge(5)
@@ -138,21 +136,21 @@ async def test_a_copy_or_a_delta_with_a_wrong_bit_is_noticed_and_whole_weights_f
     for seed, call in ((9, 2), (12, 1)):
         await world.nudge(seed)
         await world.policy.ranks[0].corrupt_next_changes.remote(call)
-        found = await world.push()
-        assert found["sync/mismatches"] == 2 and found["sync/whole"] == 0
+        metrics = await world.push()
+        assert metrics["sync/mismatches"] == 2 and metrics["sync/whole"] == 0
         await world.check()
     await world.rollouts.workers[1].spoil_copy.remote()
     await world.nudge(10)
     assert (await world.push())["sync/mismatches"] == 1
     await world.check()
     await world.nudge(11)
-    found = await world.push()
-    assert found["sync/mismatches"] == found["sync/whole"] == 0
+    metrics = await world.push()
+    assert metrics["sync/mismatches"] == metrics["sync/whole"] == 0
     await world.check()
 
 
 @on_the_loop
-async def test_engines_that_all_were_killed_get_the_weights_of_the_last_push_from_the_policy(world):
+async def test_engines_get_the_weights_of_the_last_push_from_the_policy_after_all_were_killed(world):
     before = await world.check()
     victims = list(world.rollouts.workers)
     for process in await asyncio.gather(*(w.process.remote() for w in victims)):
@@ -171,8 +169,8 @@ async def test_an_engine_that_is_lost_while_it_stops_does_not_make_the_transfer_
     other, victim = world.rollouts.workers
     await world.nudge(14)
     await victim.die_at_next_stop.remote()
-    found = await world.push()
-    assert found["sync/whole"] == 0 and found["sync/mismatches"] == 0
+    metrics = await world.push()
+    assert metrics["sync/whole"] == 0 and metrics["sync/mismatches"] == 0
     while world.rollouts.workers[1] is victim or len(world.rollouts.team.alive()) < 2:
         await asyncio.sleep(0.1)
     assert world.rollouts.workers[0] is other

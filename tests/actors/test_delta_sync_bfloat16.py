@@ -61,16 +61,16 @@ def test_updates_in_bfloat16_change_few_bits_and_engines_sample_as_with_whole_we
         shares = []
         for step in range(2, 5):
             await world.policy.update(world.policy.stage([made_groups.batch(seed=step)]))
-            found = await world.sync.push(step)
-            assert found["sync/whole"] == found["sync/mismatches"] == 0
-            shares.append(found["sync/changed_share"])
-            assert found["sync/bytes"] < 0.1 * whole["sync/bytes"]
+            metrics = await world.sync.push(step)
+            assert metrics["sync/whole"] == metrics["sync/mismatches"] == 0
+            shares.append(metrics["sync/changed_share"])
+            assert metrics["sync/bytes"] < 0.1 * whole["sync/bytes"]
         assert all(0 < share < 0.05 for share in shares)
-        got = await world.sample()
+        samples = await world.sample()
         deltas, world.sync._deltas = world.sync._deltas, None
         await world.sync.push(5)
         world.sync._deltas = deltas
-        assert same(got, await world.sample())
+        assert same(samples, await world.sample())
 
     world.run(session())
     world.close()

@@ -20,17 +20,17 @@ SETTINGS = WeightSyncConfig(bucket_mb=1, deltas=True)
 
 
 class SplitEngine(RolloutWorker):
-    """An engine whose processes show their weights."""
+    """An engine whose processes return their weights."""
 
     async def weights(self):
         """Return the rank of each process, and its weights by name."""
-        return await self._engine.in_workers(own_weights)
+        return await self._engine.in_workers(read_weights)
 
     async def spoil_copy(self, rank):
         await self._engine.in_workers(lambda worker: spoil(worker, rank))
 
     async def loads(self):
-        """Return how many buckets each process has loaded since this was asked first."""
+        """Return how many buckets each process has loaded since the first call."""
         return await self._engine.in_workers(counted_loads)
 
     async def lose_transfer(self):
@@ -38,19 +38,19 @@ class SplitEngine(RolloutWorker):
 
 
 @torch.no_grad()
-def own_weights(worker):
-    """What is packed for a CPU has no values that can be read. The product with the unit matrix has them: all
-    other terms of its sums are 0.
+def read_weights(worker):
+    """Return the rank and its weights. Packed CPU weights cannot be read, but their product with the identity
+    matrix has the values: all other terms of its sums are 0.
     """
     from vllm.model_executor.layers.linear import LinearBase
 
     model = worker.model_runner.model
-    found = {name: p.detach().clone() for name, p in model.named_parameters() if p.numel()}
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.numel()}
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            unit = torch.eye(getattr(layer, "input_size_per_partition", layer.input_size))
-            found[f"{name} applied"] = layer.quant_method.apply(layer, unit)
-    return worker.rank, found
+            identity = torch.eye(getattr(layer, "input_size_per_partition", layer.input_size))
+            weights[f"{name} applied"] = layer.quant_method.apply(layer, identity)
+    return worker.rank, weights
 
 
 def spoil(worker, rank):
@@ -78,14 +78,9 @@ def lose(worker):
 class World(TwoEngines):
     def __init__(self, model_dir):
         super().__init__(
-            model_dir,
-            SETTINGS,
-            [1, 2, 3],
-            Sampling(max_new_tokens=24),
-            engine=SplitEngine,
-            rank=NudgedWorker,
-            tensor_parallel=2,
-        )
+            model_dir, SETTINGS, [1, 2, 3], Sampling(max_new_tokens=24), engine=SplitEngine,
+            rank=NudgedWorker, tensor_parallel=2,
+        )  # fmt: skip
         self.version, self.engine = 0, self.rollouts.workers[0]
 
     async def nudge(self, seed, share=0.01, only=""):
@@ -98,9 +93,9 @@ class World(TwoEngines):
     async def push_whole(self):
         """Send the same weights whole, as without deltas."""
         deltas, self.sync._deltas = self.sync._deltas, None
-        found = await self.push()
+        metrics = await self.push()
         self.sync._deltas = deltas
-        return found
+        return metrics
 
     async def check(self):
         """Assert that the engine computes what the policy's weights compute; return what it samples and the
@@ -136,9 +131,9 @@ def test_each_process_holds_its_part_and_after_changes_the_bits_of_a_whole_trans
         assert same_in_both and all("norm" in name for name in same_in_both)
         for seed, only in ((1, ""), (2, ""), (3, "layers.1.mlp.gate_proj"), (4, "embed_tokens")):
             await world.nudge(seed, only=only)
-            found = await world.push()
-            assert found["sync/whole"] == found["sync/mismatches"] == 0
-            assert 0 < found["sync/changed_share"] < 0.011
+            metrics = await world.push()
+            assert metrics["sync/whole"] == metrics["sync/mismatches"] == 0
+            assert 0 < metrics["sync/changed_share"] < 0.011
             with_changes = await world.check()
         await world.push_whole()
         whole = await world.check()
@@ -156,16 +151,16 @@ def test_a_wrong_bit_in_the_copy_of_one_process_is_noticed_and_whole_weights_fol
         counts = [await world.engine.loads.remote()]
         await world.engine.spoil_copy.remote(rank)
         await world.nudge(7 + rank)
-        found = await world.push()
-        assert found["sync/mismatches"] == 1 and found["sync/whole"] == 0
+        metrics = await world.push()
+        assert metrics["sync/mismatches"] == 1 and metrics["sync/whole"] == 0
         counts.append(await world.engine.loads.remote())
         after = await world.check()
         await world.nudge(9)
-        found = await world.push()
-        assert found["sync/mismatches"] == found["sync/whole"] == 0
+        metrics = await world.push()
+        assert metrics["sync/mismatches"] == metrics["sync/whole"] == 0
         counts.append(await world.engine.loads.remote())
         whole, changes = (np.subtract(b, a) for a, b in itertools.pairwise(counts))
-        assert (whole == changes).all() and (whole > 0).all()  # after the wrong bit: whole weights alone
+        assert (whole == changes).all() and (whole > 0).all()  # after the wrong bit: only whole weights
         before = await world.check()
         await world.push_whole()
         assert equal(before, await world.check()) and not equal(after, before)

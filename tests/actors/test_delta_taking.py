@@ -1,4 +1,4 @@
-"""When the policy copies its weights for deltas: once for a transfer, however often that is repeated."""
+"""When the policy copies its weights for deltas: once per transfer, however often it is repeated."""
 
 import asyncio
 from types import SimpleNamespace
@@ -31,47 +31,47 @@ async def stopped():
 
 def test_a_transfer_that_an_engine_ended_as_it_stopped_is_repeated_with_the_same_copy():
     async def session():
-        own, group = DeltaSync(), Group()
+        deltas, group = DeltaSync(), Group()
 
         async def dies():
-            group.open.set()  # the copy is made later than the engine is lost
+            group.open.set()  # the copy ends after the engine is lost
             raise ActorDiedError
 
         with pytest.raises(ActorDiedError):
-            await own.take_during(dies(), group, 7)
-        first = own.token
-        assert group.tokens == [first] and own._taken.base is None
-        assert await own.take_during(stopped(), group, 7) == [True, True]
-        assert group.tokens == [first] and own.token == first
-        await own.take_during(stopped(), group, 8)
-        assert len(group.tokens) == 2 and own._taken.base == first
+            await deltas.take_during(dies(), group, 7)
+        first = deltas.token
+        assert group.tokens == [first] and deltas._taken.base is None
+        assert await deltas.take_during(stopped(), group, 7) == [True, True]
+        assert group.tokens == [first] and deltas.token == first
+        await deltas.take_during(stopped(), group, 8)
+        assert len(group.tokens) == 2 and deltas._taken.base == first
 
     asyncio.run(session())
 
 
 def test_a_policy_that_is_lost_as_it_copies_leaves_no_copy():
     async def session():
-        own, group = DeltaSync(), Group(failing=True)
+        deltas, group = DeltaSync(), Group(failing=True)
         group.open.set()
         with pytest.raises(RayError, match="the policy is lost"):
-            await own.take_during(stopped(), group, 7)
-        assert own.token is None
+            await deltas.take_during(stopped(), group, 7)
+        assert deltas.token is None
         group.failing = False
-        await own.take_during(stopped(), group, 7)
-        assert own.token == group.tokens[1]
+        await deltas.take_during(stopped(), group, 7)
+        assert deltas.token == group.tokens[1]
 
     asyncio.run(session())
 
 
 def test_a_deadline_ends_the_wait_for_a_copy():
     async def session():
-        own, group = DeltaSync(), Group()
+        deltas, group = DeltaSync(), Group()
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):  # ends the first wait, which is that for the copy
-                await own.take_during(stopped(), group, 7)
+            async with asyncio.timeout(0):  # ends the first wait, the one for the copy
+                await deltas.take_during(stopped(), group, 7)
         await asyncio.sleep(0)
         group.open.set()
         await asyncio.sleep(0)
-        assert own.token is None
+        assert deltas.token is None
 
     asyncio.run(session())

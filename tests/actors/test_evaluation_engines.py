@@ -1,4 +1,4 @@
-"""Engines of evaluation and a real policy rank: snapshots that no update changes, damage, a lost engine."""
+"""Evaluation engines and a real policy rank: snapshots that no update changes, corruption, a lost engine."""
 
 import asyncio
 import os
@@ -41,9 +41,9 @@ def test_a_lost_engine_is_replaced_by_one_with_the_same_snapshot(world, tmp_path
         os.kill(await world.rollouts.workers[0].process.remote(), signal.SIGKILL)
         return await sampling
 
-    found = world.run(lose())
-    assert all(same(a, b) for a, b in zip(expected, found, strict=True))
-    assert world.difference(found, weights) < 1e-5
+    sampled = world.run(lose())
+    assert all(same(a, b) for a, b in zip(expected, sampled, strict=True))
+    assert world.difference(sampled, weights) < 1e-5
 
 
 def test_an_engine_lost_between_evaluations_is_replaced_though_its_snapshot_is_gone(world, tmp_path):
@@ -65,8 +65,7 @@ def test_an_engine_lost_between_evaluations_is_replaced_though_its_snapshot_is_g
     assert world.run(replaced())
     weights = world.move(6)
     world.run(world.load(tmp_path / "second", 8))
-    found = world.run(world.sample_all())
-    assert world.difference(found, weights) < 1e-5
+    assert world.difference(world.run(world.sample_all()), weights) < 1e-5
 
 
 def test_a_damaged_snapshot_is_refused(world, tmp_path):

@@ -1,5 +1,5 @@
-"""An engine with devices of its own joins one on those of the policy: both get every version of its weights,
-in a group each, whatever becomes of the other's. A real policy rank and two real engines.
+"""An engine on separate devices joins one that is colocated with the policy: each gets every version of the
+weights in a separate group, whatever happens to the other. A real policy rank and two real engines.
 """
 
 import os
@@ -27,7 +27,7 @@ SETTINGS = WeightSyncConfig(bucket_mb=1, backend="shared_memory")
 
 
 class SeatedWorker(RolloutWorker):
-    """An engine that says which group it is in."""
+    """An engine that reports its transfer group."""
 
     async def open_transfer(self, backend, seats, timeout_s, *, file=None):
         self._seats = seats
@@ -72,11 +72,9 @@ class Joined(OnALoop):
 
     async def samples(self):
         """Return the samples of each serving engine; they have the last version."""
-        found = []
-        for worker in self.rollouts.team.alive():
-            found.append(await worker.sample.remote(PROMPTS[0], [1, 2, 3], SAMPLING))
-        assert all(set(r.policy_versions) == {self.version} for group in found for r in group)
-        return found
+        groups = [await w.sample.remote(PROMPTS[0], [1, 2, 3], SAMPLING) for w in self.rollouts.team.alive()]
+        assert all(set(r.policy_versions) == {self.version} for group in groups for r in group)
+        return groups
 
     async def ports(self):
         return [await worker.port.remote() for worker in self.rollouts.team.alive()]
@@ -89,20 +87,20 @@ world = world_of(Joined)
 async def test_both_have_the_weights_of_each_version_in_groups_that_stay_open(world):
     alone = await world.push()
     first, _ = await world.samples(), await world.join()
-    own, joined = await world.samples()  # it joins with the weights of the last push
-    assert same(own, joined) and same(own, first[0])
+    colocated, joined = await world.samples()  # it joins with the weights of the last push
+    assert same(colocated, joined) and same(colocated, first[0])
     both = await world.push()
     assert both["sync/bytes"] == 2 * alone["sync/bytes"]
     ports = await world.ports()
     assert len(set(ports)) == 2
     await world.push()
     assert await world.ports() == ports
-    own, joined = await world.samples()
-    assert same(own, joined) and not same(own, first[0])
+    colocated, joined = await world.samples()
+    assert same(colocated, joined) and not same(colocated, first[0])
 
 
 @on_the_loop
-async def test_the_one_that_joined_is_lost_and_the_others_group_stays_as_it_is(world):
+async def test_a_lost_joined_engine_leaves_the_group_of_the_other_as_it_is(world):
     joined = world.rollouts.workers[1]
     before = await world.ports()
     os.kill(await joined.process.remote(), signal.SIGKILL)
@@ -111,14 +109,14 @@ async def test_the_one_that_joined_is_lost_and_the_others_group_stays_as_it_is(w
     await world.samples()
     await world.join()
     await world.push()
-    own, again = await world.samples()
-    assert same(own, again)
+    colocated, rejoined = await world.samples()
+    assert same(colocated, rejoined)
     assert before[1] not in await world.ports()
 
 
 @on_the_loop
-async def test_the_group_on_the_policys_devices_is_opened_again_as_that(world):
-    """After a connection was lost: on GPUs a group as for an engine elsewhere could not be opened."""
+async def test_the_group_on_the_policys_devices_is_reopened_on_them(world):
+    """After a lost connection. On GPUs, a group like the one for a remote engine could not be opened."""
     group = world.sync._group
     await world.policy.ranks[0].cut_transfers.remote(1)
     world.sync._opened.clear()
@@ -128,4 +126,4 @@ async def test_the_group_on_the_policys_devices_is_opened_again_as_that(world):
     for worker, ranks in zip(world.rollouts.workers, ({0}, set()), strict=True):
         reopened = await group.reopen([worker], name=group.name, timeout_s=HANG_S)
         assert isinstance(reopened, TransferGroup)
-        assert {rank for own in reopened.on_ranks.values() for rank in own} == ranks
+        assert {rank for indices in reopened.on_ranks.values() for rank in indices} == ranks

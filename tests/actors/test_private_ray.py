@@ -68,50 +68,50 @@ def test_other_users_can_neither_enter_nor_rename_a_session(tmp_path):
 
 
 def test_ray_reads_no_logs_scales_nothing_and_measures_no_processes_for_nobody(monkeypatch):
-    started, seen, name = [], [], "REPORTER_UPDATE_INTERVAL_MS"
+    started, intervals, name = [], [], "REPORTER_UPDATE_INTERVAL_MS"
     for method in ("start_monitor", "start_log_monitor", "start_api_server"):
         monkeypatch.setattr(Node, method, lambda node, **_: started.append(node))
 
     def init(**_):
         node = Node.__new__(Node)
         node.start_monitor(), node.start_log_monitor(), node.start_api_server(include_dashboard=False)
-        seen.append(os.environ[name])
+        intervals.append(os.environ[name])
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv(name, "")  # so that it is removed again
     monkeypatch.delenv(name)
     connection.start_private_ray(include_dashboard=False)
-    monkeypatch.setenv(name, "5000")  # the user's own
+    monkeypatch.setenv(name, "5000")  # set by the user
     connection.start_private_ray(include_dashboard=False)
-    assert started == [] and seen == ["86400000", "5000"]
+    assert started == [] and intervals == ["86400000", "5000"]
     Node.start_monitor(None)  # of another cluster
     assert started == [None]
 
 
 def failing(monkeypatch, message, times):
-    """Let `ray.init` fail so often, each time with a process that it started; return the processes."""
-    begun = []
+    """Let `ray.init` fail ``times`` times, each time after starting a process; return the processes."""
+    processes = []
 
     def init(**options):
         assert options == {"address": "local", "log_to_driver": False, "include_dashboard": False}
-        begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-        if len(begun) <= times:
+        processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        if len(processes) <= times:
             raise Exception(message)
 
     monkeypatch.setattr(ray, "init", init)
-    return begun
+    return processes
 
 
 def test_a_cluster_that_is_too_slow_for_ray_is_started_again(monkeypatch, caplog):
-    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    begun = failing(monkeypatch, "The current node timed out during startup. This could happen", 2)
+    unrelated = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    processes = failing(monkeypatch, "The current node timed out during startup. This could happen", 2)
     try:
         connection.start_private_ray(include_dashboard=False)
-        assert [process.wait() for process in begun[:2]] == [-9, -9]
-        assert len(begun) == 3 and begun[2].poll() is own.poll() is None
+        assert [process.wait() for process in processes[:2]] == [-9, -9]
+        assert len(processes) == 3 and processes[2].poll() is unrelated.poll() is None
         assert [record.name for record in caplog.records].count("grpo_dist") == 2
     finally:
-        for process in (own, *begun):
+        for process in (unrelated, *processes):
             process.kill()
             process.wait()
 
@@ -120,11 +120,11 @@ def test_a_cluster_that_is_too_slow_for_ray_is_started_again(monkeypatch, caplog
     ("message", "times", "tries"), [("timed out during startup", 9, 5), ("no space left on device", 1, 1)]
 )
 def test_other_errors_and_the_last_are_raised(monkeypatch, message, times, tries):
-    begun = failing(monkeypatch, message, times)
+    processes = failing(monkeypatch, message, times)
     with pytest.raises(Exception, match=message):
         connection.start_private_ray(include_dashboard=False)
-    assert len(begun) == tries
-    for process in begun:
+    assert len(processes) == tries
+    for process in processes:
         process.kill()
         process.wait()
 
@@ -135,9 +135,9 @@ LONGEST_SESSION = "session_2026-11-28_13-46-32_123456_4194304"
 @pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
 @pytest.mark.parametrize("length", [39, 40, 60, 200])
 def test_paths_of_sockets_stay_within_the_limit_of_the_kernel(monkeypatch, variable, length):
-    """Slurm sets TMPDIR to the job's own directory. Objects are still spilled to it."""
+    """Slurm sets TMPDIR to a directory of the job. Objects are still spilled to it."""
     options, directory = {}, "/" + "j" * (length - 1)
-    monkeypatch.setattr(ray, "init", lambda **given: options.update(given))
+    monkeypatch.setattr(ray, "init", lambda **settings: options.update(settings))
     for name in ("RAY_TMPDIR", "VLLM_RPC_BASE_PATH", "RAY_object_spilling_directory"):
         monkeypatch.setenv(name, "")  # so that it is removed again
         monkeypatch.delenv(name)
@@ -152,7 +152,7 @@ def test_paths_of_sockets_stay_within_the_limit_of_the_kernel(monkeypatch, varia
         assert "_temp_dir" not in options and "VLLM_RPC_BASE_PATH" not in os.environ
 
 
-def test_without_a_directory_of_a_short_name_tmpdir_is_named(monkeypatch, tmp_path):
+def test_without_a_directory_with_a_short_name_the_error_names_tmpdir(monkeypatch, tmp_path):
     monkeypatch.setattr(connection, "_SHORT", (str(tmp_path / "none"),))
     monkeypatch.setenv("RAY_TMPDIR", "/" + "j" * 50)
     with pytest.raises(UserError, match=r"TMPDIR .* set RAY_TMPDIR to a directory of at most 39 characters"):

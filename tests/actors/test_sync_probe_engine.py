@@ -1,4 +1,4 @@
-"""The sync probe on the real parts: a whole run in which one tensor of the engine is changed after a sync."""
+"""The sync probe with real workers: a whole run in which one tensor of the engine is changed after a sync."""
 
 import json
 
@@ -48,12 +48,12 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def changed(ray_cluster, directory):
-    """The run whose engine changes: what `train` gives."""
+    """Run with the engine that changes; return what `train` returns."""
     return train(directory, ChangedWorker)
 
 
 def train(directory, worker):
-    """With engines of this class: exit code, lines of metrics, events."""
+    """Train with engines of class ``worker``; return the exit code, the metrics and the events."""
 
     class Pool(RolloutPool):
         def __init__(self, spec, actors, **others):

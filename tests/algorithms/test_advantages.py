@@ -29,7 +29,7 @@ from grpo_dist.algorithms.normalise import normalise_rewards, whiten
 from grpo_dist.config import AlgorithmConfig
 from tests.support.numbers_by_hand import INF, NAN, close, tensor
 
-OF_ANY_REWARD = sorted(set(ADVANTAGES) - {"maxrl"})  # that one is of 0 and 1
+OF_ANY_REWARD = sorted(set(ADVANTAGES) - {"maxrl"})  # maxrl takes 0 and 1 only
 GROUP_RELATIVE = sorted(set(OF_ANY_REWARD) - {"reinforce_pp", "flash_reinforce", "remax"})
 RIGHT = tensor(1, 0, 0, 1, 0, 0, 0, 0)
 ONE = torch.zeros(8, dtype=torch.long)
@@ -37,17 +37,17 @@ LENGTHS = torch.tensor([5, 3, 1, 4, 2, 5, 2, 3])
 
 
 def advantages(name, rewards, groups, std="group", **inputs):
-    """Call any estimator; its other inputs are equal lengths, k = 2 and the reward as the only part."""
-    known = {
+    """Call an estimator with equal lengths, k = 2 and the reward as the only part."""
+    values = {
         "std": std, "eps": 1e-6, "k": 2, "lengths": torch.full_like(groups, 3), "parts": rewards[None],
         "weights": torch.ones(1), "baselines": torch.zeros_like(rewards),
     } | inputs  # fmt: skip
-    return ADVANTAGES[name](rewards, groups, **{n: known[n] for n in ADVANTAGE_INPUTS.get(name, ())})
+    return ADVANTAGES[name](rewards, groups, **{n: values[n] for n in ADVANTAGE_INPUTS.get(name, ())})
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_the_traits_of_an_estimator_say_what_it_reads_and_learns_from(name):
-    """In one group, in which the other rewards of all samples differ, beside one of two wrong samples."""
+    """One group whose parts and baselines all differ, next to a group of two wrong samples."""
 
     def estimate(*rewards):
         other = torch.arange(len(rewards) + 2, dtype=torch.float32)
@@ -86,7 +86,7 @@ TWO = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     ],
 )
 def test_advantages_have_their_golden_values(estimator, settings, right, wrong):
-    """Those of other trainers were recorded by calling their functions."""
+    """Values of other trainers were recorded by calling their functions."""
     close(estimator(RIGHT, ONE, **settings), torch.where(RIGHT == 1, right, wrong), 2e-7)
 
 
@@ -104,17 +104,17 @@ def test_equal_rewards_give_exact_zeros(reward, size, std):
 
 
 def test_others_that_are_equal_divide_nothing():
-    """NeMo-RL sharpens nothing without variation; the only other sample of a pair has none either."""
+    """NeMo-RL does not scale without variation. In a pair, the one other sample has no variation either."""
     groups = torch.tensor([0, 0, 0, 0, 1, 1])
     third = -1 / math.sqrt(3)
-    found = rloo_normalized(tensor(1, 0, 0, 0, 0.7, 0.1), groups, eps=1e-12)
-    close(found, tensor(1, third, third, third, 0.6, -0.6), 2e-7)
+    got = rloo_normalized(tensor(1, 0, 0, 0, 0.7, 0.1), groups, eps=1e-12)
+    close(got, tensor(1, third, third, third, 0.6, -0.6), 2e-7)
     equal = rloo_normalized(tensor(0.1, 0.7, 0.7, 0.7), groups[:4], eps=1e-12)
     close(equal[:1], tensor(-0.6), 2e-7)  # rounding is no variation
 
 
 def test_single_samples_are_compared_with_the_mean_of_the_step():
-    """Of [2, 0, 1]: 1. What could not be scored is no part of it, and equal rewards teach nothing."""
+    """The mean of [2, 0, 1] is 1. Unscored samples are excluded, and equal rewards teach nothing."""
     close(flash_reinforce(tensor(2, NAN, 0, 1), torch.arange(4)), tensor(1, 0, -1, 0))
     assert flash_reinforce(torch.full((7,), 0.7), torch.arange(7)).tolist() == [0.0] * 7
 
@@ -197,8 +197,8 @@ def test_gdpo_distinguishes_samples_whose_rewards_have_the_same_sum():
     silent = torch.cat([torch.stack(parts), tensor(1, 1, 1, 0, 0, 0).view(2, 3)], dim=1)
     with_silent = gdpo(silent.sum(0), torch.tensor([0, 0, 0, 0, 1, 1, 1]), parts=silent, weights=weights)
     assert with_silent[4:].tolist() == [0.0, 0.0, 0.0]
-    own = [(v - 0.5) / (1 / math.sqrt(3)) for v in (1, 1, 0, 0)], [(v - 0.25) / 0.5 for v in (0, 0, 0, 1)]
-    summed = [a + b for a, b in zip(*own, strict=True)]
+    each = [(v - 0.5) / (1 / math.sqrt(3)) for v in (1, 1, 0, 0)], [(v - 0.25) / 0.5 for v in (0, 0, 0, 1)]
+    summed = [a + b for a, b in zip(*each, strict=True)]
     deviation = statistics.stdev(summed)
     close(got, tensor(*(s / deviation for s in summed)), 1e-5)
 
@@ -225,10 +225,10 @@ def test_integer_rewards_are_not_truncated(name):
 
 def test_gpg_makes_up_for_the_samples_of_equal_rewards():
     rewards = tensor(1, 0, 0, 0, 1, 1, 1, 1)
-    close(gpg(rewards, TWO), tensor(1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0))  # 8 of 8 - 4: twice the centred ones
+    close(gpg(rewards, TWO), tensor(1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0))  # 8 / (8 - 4) times the centred
     rewards = tensor(1, 0, 0, 0, 1, 1, 0, 0)
-    assert torch.equal(gpg(rewards, TWO), dr_grpo(rewards, TWO))  # every group has a signal: nothing to add
-    # A sample at its group's mean is no sample without a signal; one that could not be scored is none at all.
+    assert torch.equal(gpg(rewards, TWO), dr_grpo(rewards, TWO))  # no zero-variance group: scale 1
+    # A sample at the mean of its group counts; an unscored sample does not.
     close(gpg(tensor(0, 0.5, 1, NAN, 2, 2, 2, INF), TWO), tensor(-1, 0, 1, 0, 0, 0, 0, 0))
 
 
@@ -247,7 +247,7 @@ def test_maxrl_divides_by_the_pass_rate():
 
 def test_maxrl_is_the_gradient_of_the_log_likelihood_of_a_right_answer():
     """Exact, over all groups of N samples of a policy that is right with probability p: the expected gradient
-    with respect to p's logit is that of -(sum over k from 1 to N - 1 of (1 - p)^k / k).
+    with respect to p's logit is the gradient of -(sum over k from 1 to N - 1 of (1 - p)^k / k).
     """
     p, size = 0.3, 4
     expected = p * (1 - p) * sum((1 - p) ** (k - 1) for k in range(1, size))
@@ -255,8 +255,8 @@ def test_maxrl_is_the_gradient_of_the_log_likelihood_of_a_right_answer():
     for right in range(size + 1):
         rewards = tensor(*[1.0] * right, *[0.0] * (size - right), dtype=torch.float64)
         scores = torch.where(rewards == 1, 1 - p, -p).double()  # d log pi / d logit
-        own = maxrl(rewards, torch.zeros(size, dtype=torch.long)) * scores
-        total += math.comb(size, right) * p**right * (1 - p) ** (size - right) * float(own.mean())
+        terms = maxrl(rewards, torch.zeros(size, dtype=torch.long)) * scores
+        total += math.comb(size, right) * p**right * (1 - p) ** (size - right) * float(terms.mean())
     assert total == pytest.approx(expected, rel=1e-12)
 
 
@@ -269,7 +269,7 @@ def test_maxrl_refuses_rewards_that_are_not_right_or_wrong(reward):
 def test_grpo_passk_rewards_the_best_alone_by_its_lead():
     rewards = tensor(0.5, 3, 1, 1, 4, 4, 0, 0)
     lead = 3 - 1
-    expected = [0, lead / statistics.stdev([0.5, 3, 1, 1]), 0, 0, 0, 0, 0, 0]  # two equal best have none
+    expected = [0, lead / statistics.stdev([0.5, 3, 1, 1]), 0, 0, 0, 0, 0, 0]  # none for two equal best
     close(grpo_passk(rewards, TWO, eps=0.0), tensor(*expected))
     close(grpo_passk(rewards, TWO, std="none"), tensor(0, 2, 0, 0, 0, 0, 0, 0))
     close(grpo_passk(tensor(1, NAN, INF, -2), TWO[:4], std="none"), tensor(3, 0, 0, 0))

@@ -13,7 +13,7 @@ GOLDEN = {
     "seq-mean-token-mean": 1.85625,
     "seq-mean-token-sum": 5.6125,
     "seq-mean-token-sum-norm": 1.12250,
-    "prompt-mean-token-mean": 1.85625,  # each sequence of another prompt
+    "prompt-mean-token-mean": 1.85625,  # one sequence per prompt
 }
 
 
@@ -27,7 +27,7 @@ def test_aggregation_has_its_golden_values(mode, expected, number):
     assert float(value) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_prompt_s_tokens_are_averaged_together_and_then_the_prompts():
+def test_the_tokens_of_a_prompt_are_averaged_first_and_then_the_prompts():
     """Two prompts. The first has token losses 1 to 4 in a long sequence and 10 in a short one, mean 4; the
     second 6 and 8, mean 7: 5.5 over both. By sequence it would be (2.5 + 10 + 6 + 8) / 4 = 6.625.
     """
@@ -70,10 +70,9 @@ def test_a_fully_masked_step_has_zero_loss_and_gradient(mode):
 def test_a_sequence_without_tokens_does_not_count(mode):
     losses = torch.arange(12.0).view(3, 4)
     mask = mask_of([2, 0, 3], 4)
-    with_empty = aggregate(losses, mask, mode, num_tokens=5.0, num_sequences=2.0, max_tokens=4)
-    rows = [0, 2]
-    without = aggregate(losses[rows], mask[rows], mode, num_tokens=5.0, num_sequences=2.0, max_tokens=4)
-    assert float(with_empty) == float(without)
+    how, rows = {"num_tokens": 5.0, "num_sequences": 2.0, "max_tokens": 4}, [0, 2]
+    without = aggregate(losses[rows], mask[rows], mode, **how)
+    assert float(aggregate(losses, mask, mode, **how)) == float(without)
 
 
 def test_an_unknown_aggregation_is_refused():

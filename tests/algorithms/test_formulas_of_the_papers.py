@@ -30,7 +30,7 @@ REGISTRIES = {
     "KL estimator": (KL_ESTIMATORS, papers.KL),
     "aggregation": (MODES, papers.AGGREGATIONS),
 }
-# Other settings than the defaults, for those losses that have any.
+# Settings other than the defaults, for the losses that have settings.
 SETTINGS = {
     "clip_low": 0.15, "clip_high": 0.3, "dual_clip": 1.5, "unified_mask": True, "tau_positive": 0.7,
     "tau_negative": 1.4, "ratio_cap": 1.2, "beta": 0.6, "tau": 0.3, "k_positive": 1.3,
@@ -63,86 +63,86 @@ def test_the_configuration_of_a_loss_has_its_settings_and_their_defaults(name):
 
 
 def sequences(seed, count=4):
-    """Log-probs new and old, and advantages, of sequences of one to seven tokens, of which some moved far."""
+    """Return new and old log-probs and advantages of sequences of 1 to 7 tokens; some log-probs moved far."""
     rng = np.random.default_rng(seed)
-    made = []
+    rows = []
     for length in rng.integers(1, 8, count):
         old = -rng.uniform(0.05, 3.0, length)
         far = rng.random(length) < 0.4
         new = np.minimum(old + np.where(far, rng.normal(0, 0.8, length), rng.normal(0, 0.05, length)), -0.01)
         advantages = rng.normal(0, 1, length) if seed % 2 else np.full(length, rng.normal(0, 1))
-        made.append((new, old, advantages))
-    return made
+        rows.append((new, old, advantages))
+    return rows
 
 
 def padded(rows, width=9):
-    """[B, T] of ``rows``, NaN behind their ends, and the mask."""
+    """Return ``rows`` as [B, T], NaN behind their ends, and the mask."""
     out = np.full((len(rows), width), math.nan)
-    for row, own in zip(out, rows, strict=True):
-        row[: len(own)] = own
+    for row, values in zip(out, rows, strict=True):
+        row[: len(values)] = values
     return torch.from_numpy(out), torch.from_numpy(~np.isnan(out))
 
 
 def loss_of(formula, new, fixed, old, advantages, settings):
-    found = formula(list(new), list(fixed), list(old), list(advantages), **settings)
-    return found if isinstance(found, list) else [found]
+    losses = formula(list(new), list(fixed), list(old), list(advantages), **settings)
+    return losses if isinstance(losses, list) else [losses]
 
 
 def slopes(formula, new, old, advantages, settings):
-    """Central differences of the sum of a sequence's losses; what a stop-gradient holds stays."""
-    found = []
+    """Return central differences of a sequence's summed loss; stop-gradient terms stay fixed."""
+    result = []
     for t in range(len(new)):
         moved = [math.fsum(loss_of(formula, new + h * np.eye(len(new))[t], new, old, advantages, settings))
                  for h in (STEP, -STEP)]  # fmt: skip
-        found.append((moved[0] - moved[1]) / (2 * STEP))
-    return found
+        result.append((moved[0] - moved[1]) / (2 * STEP))
+    return result
 
 
 def cases():
     for name in sorted(POLICY_LOSSES):
         yield pytest.param(name, {}, id=name)
-        if own := {key: SETTINGS[key] for key in LOSSES[name].token_arguments if key in SETTINGS}:
-            yield pytest.param(name, own, id=f"{name}, other settings")
+        if settings := {key: SETTINGS[key] for key in LOSSES[name].token_arguments if key in SETTINGS}:
+            yield pytest.param(name, settings, id=f"{name}, other settings")
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("name", "settings"), cases())
 def test_a_policy_loss_and_its_gradient_are_those_of_the_paper(name, settings, seed):
-    made, formula = sequences(seed), papers.POLICY_LOSSES[name]
-    new, mask = padded([own[0] for own in made])
-    old, advantages = (padded([own[i] for own in made])[0] for i in (1, 2))
+    rows, formula = sequences(seed), papers.POLICY_LOSSES[name]
+    new, mask = padded([r[0] for r in rows])
+    old, advantages = (padded([r[i] for r in rows])[0] for i in (1, 2))
     new.requires_grad_()
     chosen = mask & (torch.arange(mask.shape[1]) % papers.SELECTED_EVERY == 0)
     selection = (chosen,) if LOSSES[name].selection else ()
     losses, _ = POLICY_LOSSES[name](new, old, advantages, mask, *selection, **settings)
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     assert losses.dtype == torch.float64 and not losses[~mask].any() and not gradient[~mask].any()
-    for row, (own, before, user_advantages) in enumerate(made):
-        expected = loss_of(formula, own, own, before, user_advantages, settings)
-        found = losses[row][mask[row]].tolist()
-        if len(expected) != len(found):  # a loss of the sequence alone
-            found = [math.fsum(found)]
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        by_differences = slopes(formula, own, before, user_advantages, settings)
+    for row, (logprobs, old_logprobs, row_advantages) in enumerate(rows):
+        expected = loss_of(formula, logprobs, logprobs, old_logprobs, row_advantages, settings)
+        actual = losses[row][mask[row]].tolist()
+        if len(expected) != len(actual):  # one loss for the sequence
+            actual = [math.fsum(actual)]
+        assert actual == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        by_differences = slopes(formula, logprobs, old_logprobs, row_advantages, settings)
         assert gradient[row][mask[row]].tolist() == pytest.approx(by_differences, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gmpo_without_removed_tokens_is_the_paper_s_formula_of_the_others(seed):
-    """What a rule removes is a constant: neither value nor gradient of the others depend on it."""
-    made, rng = sequences(seed), np.random.default_rng(seed)
-    stays = [rng.random(len(own[0])) < 0.7 for own in made]
-    new, mask = padded([own[0] for own in made])
-    old, advantages = (padded([own[i] for own in made])[0] for i in (1, 2))
+    """A removed token is a constant: the values and gradients of the others do not depend on it."""
+    rows, rng = sequences(seed), np.random.default_rng(seed)
+    stays = [rng.random(len(values[0])) < 0.7 for values in rows]
+    new, mask = padded([r[0] for r in rows])
+    old, advantages = (padded([r[i] for r in rows])[0] for i in (1, 2))
     kept = torch.zeros_like(mask)
     kept[mask] = torch.from_numpy(np.concatenate(stays))
     new.requires_grad_()
     losses, _ = POLICY_LOSSES["gmpo"](new, old, advantages, mask, kept)
     (gradient,) = torch.autograd.grad((losses * kept).sum(), new)
     assert not gradient[~kept].any()
-    for row, (own, keep) in enumerate(zip(made, stays, strict=True)):
+    for row, (values, keep) in enumerate(zip(rows, stays, strict=True)):
         if keep.any():
-            left = [values[keep] for values in own]
+            left = [v[keep] for v in values]
             expected = loss_of(papers.gmpo, left[0], left[0], left[1], left[2], {})
             assert losses[row][kept[row]].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
             by_differences = slopes(papers.gmpo, *left, {})
@@ -150,10 +150,10 @@ def test_gmpo_without_removed_tokens_is_the_paper_s_formula_of_the_others(seed):
 
 
 def test_the_settings_are_those_that_the_formulas_know():
-    """A setting that a loss has and its formula has not would be compared at its default alone."""
+    """A setting that the formula lacks would only be compared at its default."""
     for name, formula in papers.POLICY_LOSSES.items():
-        own = inspect.getclosurevars(formula).nonlocals.get("each", formula)
-        keywords = {p.name for p in inspect.signature(own).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        call = inspect.getclosurevars(formula).nonlocals.get("each", formula)
+        keywords = {p.name for p in inspect.signature(call).parameters.values() if p.kind is p.KEYWORD_ONLY}
         assert keywords >= set(LOSSES[name].token_arguments), name
 
 
@@ -161,32 +161,32 @@ def test_the_settings_are_those_that_the_formulas_know():
 
 
 def drawn(seed, name):
-    """Groups of rewards, each with what an estimator may ask for; some rewards could not be scored."""
+    """Return the rewards of groups, masks of the unscored samples, and the generator."""
     rng = np.random.default_rng(seed)
     sizes = [5, 4, 6, 1, 5]
-    values = {"maxrl": 2, "pass_at_k": 3}  # rewards 0 and 1; 0, 1 and 2, many of which are equal
+    values = {"maxrl": 2, "pass_at_k": 3}  # rewards 0 and 1; rewards 0, 1 and 2, many equal
     rewards = [
         rng.integers(0, values[name], n).astype(float) if name in values else rng.normal(1, 2, n)
         for n in sizes
     ]
-    rewards[4][:] = 1.0  # without a signal
+    rewards[4][:] = 1.0  # zero variance
     unscored = [rng.random(n) < 0.15 if i < 3 else np.zeros(n, bool) for i, n in enumerate(sizes)]
     return rewards, unscored, rng
 
 
 def inputs(name, rewards, rng):
-    """Keyword arguments of estimator ``name``, as [groups][samples] or as they are."""
-    parts = [[rng.normal(0, 1, len(own)) for own in rewards] for _ in range(2)]
-    choices = {
+    """Return keyword arguments of estimator ``name``; per-sample values as [groups][samples]."""
+    parts = [[rng.normal(0, 1, len(group)) for group in rewards] for _ in range(2)]
+    values = {
         "std": "group", "eps": 1e-6, "k": 3, "weights": [1.0, 0.5], "parts": parts,
-        "lengths": [rng.integers(1, 50, len(own)) for own in rewards],
-        "baselines": [np.full(len(own), rng.normal()) for own in rewards],
+        "lengths": [rng.integers(1, 50, len(group)) for group in rewards],
+        "baselines": [np.full(len(group), rng.normal()) for group in rewards],
     }  # fmt: skip
-    return {key: choices[key] for key in ADVANTAGE_INPUTS.get(name, ())}
+    return {key: values[key] for key in ADVANTAGE_INPUTS.get(name, ())}
 
 
 def flat(value):
-    """The inputs as our estimators take them: groups end to end."""
+    """Return the input as our estimators take it: groups end to end."""
     if isinstance(value, list) and isinstance(value[0], np.ndarray):
         return torch.from_numpy(np.concatenate(value))
     if isinstance(value, list) and isinstance(value[0], list):
@@ -195,9 +195,9 @@ def flat(value):
 
 
 def scored(value, kept):
-    """The inputs as the papers have them: of the scored samples of each group."""
+    """Return the input as the papers have it: the scored samples of each group."""
     if isinstance(value, list) and isinstance(value[0], np.ndarray):
-        return [own[k].tolist() for own, k in zip(value, kept, strict=True)]
+        return [group[mask].tolist() for group, mask in zip(value, kept, strict=True)]
     if isinstance(value, list) and isinstance(value[0], list):
         return [scored(part, kept) for part in value]
     return value
@@ -213,26 +213,26 @@ VARIANTS = {
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_advantages_are_those_of_the_paper(name, seed):
     rewards, unscored, rng = drawn(seed, name)
-    own = inputs(name, rewards, rng)
+    arguments = inputs(name, rewards, rng)
     for variant in VARIANTS.get(name, [{}]):
-        own |= variant
+        arguments |= variant
         kept = [~lost for lost in unscored]
         expected = papers.ADVANTAGES[name](
-            scored(rewards, kept), **{key: scored(value, kept) for key, value in own.items()}
+            scored(rewards, kept), **{key: scored(value, kept) for key, value in arguments.items()}
         )
         values = np.concatenate(rewards)
         values[np.concatenate(unscored)] = math.nan
         ids = np.repeat([7, 3, 11, 5, 2], [len(r) for r in rewards])
         order = rng.permutation(len(values))  # samples of a group need not be neighbours
-        arguments = {
+        reordered = {
             key: flat(value)[..., order] if key in ("parts", "lengths", "baselines") else flat(value)
-            for key, value in own.items()
+            for key, value in arguments.items()
         }
-        found = ADVANTAGES[name](torch.from_numpy(values[order]), torch.from_numpy(ids[order]), **arguments)
-        found = found.numpy()[np.argsort(order)]
-        assert not found[np.concatenate(unscored)].any()
+        actual = ADVANTAGES[name](torch.from_numpy(values[order]), torch.from_numpy(ids[order]), **reordered)
+        actual = actual.numpy()[np.argsort(order)]
+        assert not actual[np.concatenate(unscored)].any()
         np.testing.assert_allclose(
-            found[~np.concatenate(unscored)], np.concatenate(expected), rtol=1e-9, atol=1e-9
+            actual[~np.concatenate(unscored)], np.concatenate(expected), rtol=1e-9, atol=1e-9
         )
 
 
@@ -264,23 +264,23 @@ def test_aggregations_are_those_of_the_paper(mode, seed):
     losses, mask = padded(rows)
     tokens = torch.tensor([len(whole[s]) for s in owner])
     prompt_of = {s: prompt for prompt in papers.PROMPTS for s in prompt}
-    found = aggregate(
+    actual = aggregate(
         losses, mask, mode, num_tokens=float(mask.sum()), num_sequences=4.0, max_tokens=9,
         sequence_tokens=tokens, num_prompts=3.0,
         prompt_tokens=torch.tensor([sum(len(whole[i]) for i in prompt_of[s]) for s in owner]),
     )  # fmt: skip
-    assert float(found) == pytest.approx(papers.AGGREGATIONS[mode]([w.tolist() for w in whole], 9), rel=1e-9)
+    assert float(actual) == pytest.approx(papers.AGGREGATIONS[mode]([w.tolist() for w in whole], 9), rel=1e-9)
 
 
 @pytest.mark.parametrize("veto", [0.0, 0.3])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
 def test_corrections_are_those_of_their_definition(kind, level, veto):
-    made = [own for seed in range(6) for own in sequences(seed)]
+    rows = [row for seed in range(6) for row in sequences(seed)]
     how = {"kind": kind, "level": level, "low": 0.6, "high": 1.7, "veto": veto}
-    (train, mask), (rollout, _) = (padded([own[i] for own in made]) for i in (0, 1))
+    (train, mask), (rollout, _) = (padded([row[i] for row in rows]) for i in (0, 1))
     weights, _ = correction(train, rollout, mask, **how)
-    for row, (new, old, _) in enumerate(made):
+    for i, (new, old, _) in enumerate(rows):
         expected = papers.correction(new.tolist(), old.tolist(), **how)
-        assert weights[row][mask[row]].tolist() == pytest.approx(expected, rel=1e-9)
+        assert weights[i][mask[i]].tolist() == pytest.approx(expected, rel=1e-9)
     assert not weights[~mask].any()

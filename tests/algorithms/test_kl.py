@@ -1,4 +1,4 @@
-"""KL estimators, binary divergences and those from a teacher: golden values, gradients, expectations."""
+"""KL estimators, binary divergences and teacher divergences: golden values, gradients, expectations."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_kl_estimators_have_their_golden_values_and_slopes(name, values, gradien
 
 def test_expectations_of_the_estimators_are_the_divergence():
     """Exact over a vocabulary, for samples of the policy: E[k1] = E[k3] = KL(policy, ref). The mean gradient
-    of k1 is 0, that of k3 is of KL(ref, policy), that of k2 and straight-through forms of KL(policy, ref).
+    of k1 is 0; k3 has the gradient of KL(ref, policy), k2 and straight-through forms of KL(policy, ref).
     """
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(2, 1, 50, generator=generator, dtype=torch.float64)
@@ -131,12 +131,12 @@ EXACT = {
 
 
 def divergence(name, q, p):
-    """``q``, ``p``: probabilities [K] of the teacher's likeliest tokens."""
+    """Return the divergence of ``q`` and ``p``, probabilities [K] of the teacher's top-k tokens."""
     return DIVERGENCES[name](*(torch.tensor(x).log()[None, None] for x in (q, p)))[0, 0].item()
 
 
 def distributions(seed, count=4, spread=2.0):
-    """Logits of a policy and log-probs of a teacher, float64 [1, count, V]."""
+    """Return logits of a policy and log-probs of a teacher, float64 [1, count, V]."""
     generator = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(2, 1, count, VOCABULARY, generator=generator, dtype=torch.float64)
     return logits[0], logits[1].log_softmax(-1)
@@ -155,7 +155,7 @@ def distributions(seed, count=4, spread=2.0):
     ],
 )
 def test_two_tokens_and_any_other_are_three_events(name, expected):
-    """The policy gives the teacher's likeliest tokens a quarter each, the teacher a half and a quarter."""
+    """The policy gives the teacher's top 2 tokens a quarter each, the teacher a half and a quarter."""
     assert divergence(name, [0.25, 0.25], [0.5, 0.25]) == pytest.approx(expected, rel=1e-6)
     assert expected > 0
 
@@ -163,21 +163,21 @@ def test_two_tokens_and_any_other_are_three_events(name, expected):
 @pytest.mark.parametrize("name", DIVERGENCES)
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, VOCABULARY))
-def test_it_is_at_most_that_of_the_whole_distributions_and_not_negative(name, seed, count):
-    """And that itself with all tokens (the rest of 1 is then 0, and counts as 1e-5 for both)."""
+def test_the_top_k_divergence_is_at_most_that_of_the_whole_distributions_and_not_negative(name, seed, count):
+    """With all tokens they are equal (the remaining mass is 0, and counts as 1e-5 for both)."""
     logits, teacher = distributions(seed)
     policy, (top, ids) = logits.log_softmax(-1), teacher.topk(count, dim=-1)
-    found = DIVERGENCES[name](policy.gather(-1, ids), top)
+    actual = DIVERGENCES[name](policy.gather(-1, ids), top)
     whole = EXACT[name](teacher.exp(), policy.exp())
-    assert (found > -1e-9).all() and (found <= whole + 1e-9).all()
+    assert (actual > -1e-9).all() and (actual <= whole + 1e-9).all()
     if count == VOCABULARY:
-        torch.testing.assert_close(found, whole)
+        torch.testing.assert_close(actual, whole)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6))
-def test_with_all_tokens_its_gradient_is_that_of_the_whole_distributions(name, seed):
+def test_with_all_tokens_the_gradient_is_that_of_the_whole_distributions(name, seed):
     logits, teacher = distributions(seed)
     gradients = []
     for whole in (False, True):
@@ -191,7 +191,7 @@ def test_with_all_tokens_its_gradient_is_that_of_the_whole_distributions(name, s
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_a_policy_that_agrees_on_these_tokens_has_no_gradient(name):
-    """What it does among the others is not seen."""
+    """Its probabilities of the other tokens do not matter."""
     logits, teacher = distributions(3)
     top, ids = teacher.topk(4, dim=-1)
     others = torch.ones(teacher.shape, dtype=torch.bool).scatter(-1, ids, False)
@@ -222,11 +222,11 @@ def test_probabilities_of_nearly_0_and_1_keep_value_and_gradient_finite(name, ru
 
 @pytest.mark.parametrize("left", [1e-3, 4e-5, 5e-6, 1e-6])
 def test_a_policy_that_is_sure_of_the_teachers_tokens_is_pulled_back_to_the_others(left):
-    """The teacher gives these 0.7. Below 1e-5 the pull falls with what the policy leaves, and is not lost."""
+    """The teacher gives these 0.7. With less than 1e-5 left, the pull shrinks but does not vanish."""
     logits = torch.tensor([[[1 - left, left / 2, left / 2]]], dtype=torch.float64).log().requires_grad_()
     teacher = torch.tensor([[[0.7]]], dtype=torch.float64).log()
     DIVERGENCES["forward"](logits.log_softmax(-1)[..., :1], teacher).sum().backward()
-    expected = (1 - left) - 0.7  # of the whole: q - p
+    expected = (1 - left) - 0.7  # q - p, the exact gradient
     share = min(1.0, left / 1e-5)
     assert logits.grad[0, 0, 0].item() == pytest.approx(share * expected, rel=1e-3)
     assert logits.grad[0, 0, 1:].sum().item() == pytest.approx(-share * expected, rel=1e-3)

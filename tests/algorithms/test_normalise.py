@@ -1,4 +1,4 @@
-"""Statistics of rewards and what they normalise: numbers worked by hand."""
+"""Statistics and normalisation of rewards: numbers worked by hand."""
 
 import math
 import statistics
@@ -38,9 +38,9 @@ def test_running_moments_are_those_of_all_rewards_so_far():
     moments = Moments()
     for step in steps:
         moments = moments.updated(np.array(step))
-    known = [v for step in steps for v in step if math.isfinite(v)]
-    assert (moments.count, moments.mean) == (len(known), pytest.approx(statistics.fmean(known), rel=1e-12))
-    assert moments.deviation == pytest.approx(statistics.stdev(known), rel=1e-12)
+    finite = [v for step in steps for v in step if math.isfinite(v)]
+    assert (moments.count, moments.mean) == (len(finite), pytest.approx(statistics.fmean(finite), rel=1e-12))
+    assert moments.deviation == pytest.approx(statistics.stdev(finite), rel=1e-12)
     assert Moments().updated(np.array([0.1, 0.1, 0.1])).deviation == 0.0
     groups, rewards = torch.tensor([0, 0, 0]), tensor(7, NAN, 3)
     how = {"over": "running", "eps": 0.0, "moments": moments}
@@ -71,6 +71,6 @@ def test_length_weights_fall_linearly_from_the_shortest_sequence_to_the_longest(
     close(length_weights(mask_of([2, 4, 6], 6))[:, 0], [1.5, 1.0, 0.5])
     close(length_weights(mask_of([2, 2, 6], 6))[:, 0], [9 / 7, 9 / 7, 3 / 7])
     close(length_weights(mask_of([3, 3], 4))[:, 0], [1, 1])
-    close(length_weights(mask_of([2, 0, 6], 6))[:, 0], [1.5, 1.0, 0.5])  # one without tokens
+    close(length_weights(mask_of([2, 0, 6], 6))[:, 0], [1.5, 1.0, 0.5])  # an empty sequence
     close(length_weights(mask_of([0, 0], 6))[:, 0], [1, 1])
     close(length_weights(mask_of([1, 3, 2, 1], 4), torch.tensor([0, 1, 1, 0]))[:, 0], [1.5, 0.5, 0.5, 1.5])

@@ -63,9 +63,8 @@ def test_corrections_bound_or_mask_by_token_or_sequence(kind, level, low, high, 
 def test_equal_logprobs_have_weight_one_and_weights_carry_no_gradient(kind, level):
     logprobs = (-torch.rand(2, 6)).requires_grad_()
     mask = mask_of([4, 6], 6)
-    weights, _ = correction(
-        logprobs, logprobs.detach().clone(), mask, kind=kind, level=level, low=0.5, high=2
-    )
+    rollout = logprobs.detach().clone()
+    weights, _ = correction(logprobs, rollout, mask, kind=kind, level=level, low=0.5, high=2)
     assert torch.equal(weights, mask.float()) and not weights.requires_grad
     assert weights.dtype == torch.float32
 
@@ -97,7 +96,7 @@ def test_one_vetoed_token_drops_its_sequence_and_no_other():
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("gap", [30.0, 80.0])
 def test_old_logprobs_far_below_both_others_leave_loss_and_gradient_exact(gap, level):
-    """Weight exp(-gap) times ratio exp(gap): the product is what counts, and it is 1."""
+    """Weight exp(-gap) times ratio exp(gap): the product matters, and is 1."""
     logprobs = torch.zeros(1, 1, requires_grad=True)
     old, rollout = torch.full((1, 1), -gap), torch.zeros(1, 1)
     batch = one_token_batch(old, rollout)
@@ -110,8 +109,8 @@ def test_old_logprobs_far_below_both_others_leave_loss_and_gradient_exact(gap, l
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("gap", [95.0, 104.0, 150.0])
-def test_a_product_that_cannot_be_formed_is_refused_and_never_0(gap, level):
-    """The ratio overflows float32. A weight that underflows is not taken for that of a dropped token."""
+def test_a_product_that_overflows_is_not_finite_and_never_0(gap, level):
+    """The ratio overflows float32. An underflowing weight does not count as a dropped token."""
     logprobs = torch.zeros(1, 1, requires_grad=True)
     batch = one_token_batch(torch.full((1, 1), -gap), torch.zeros(1, 1))
     loss, stats = batch_loss(logprobs, batch, objective(correction={"kind": "tis", "level": level}))
@@ -119,10 +118,8 @@ def test_a_product_that_cannot_be_formed_is_refused_and_never_0(gap, level):
 
 
 def one_token_batch(old, rollout):
-    mask = torch.ones_like(old, dtype=torch.bool)
-    return train_batch(
-        mask, advantages=torch.full_like(old, -1.0), rollout_logprobs=rollout, old_logprobs=old
-    )
+    mask, advantages = torch.ones_like(old, dtype=torch.bool), torch.full_like(old, -1.0)
+    return train_batch(mask, advantages=advantages, rollout_logprobs=rollout, old_logprobs=old)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -131,11 +128,11 @@ def one_token_batch(old, rollout):
 def test_weights_equal_their_definition_in_float64(kind, level, log_ratio):
     train, mask = torch.tensor([[log_ratio, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
     low, high = 1e-20, 1e20
-    own = [float(v) for v in train[0].double()]
-    mean = [sum(own) / 2] * 2  # of the sequence, which is one segment, too
-    over = {"token": own, "sequence": [sum(own)] * 2, "geometric": mean, "segment": mean}[level]
+    logs = [float(v) for v in train[0].double()]
+    mean = [sum(logs) / 2] * 2  # the sequence is one segment
+    log_weights = {"token": logs, "sequence": [sum(logs)] * 2, "geometric": mean, "segment": mean}[level]
     expected = []
-    for w, token in zip(map(math.exp, over), map(math.exp, own), strict=True):
+    for w, token in zip(map(math.exp, log_weights), map(math.exp, logs), strict=True):
         inside = low <= w <= high
         bounded = {"tis": min(max(w, low), high), "mis": w * inside, "icepop": token * inside}
         expected.append(bounded[kind])
@@ -206,7 +203,7 @@ def test_losses_and_gradients_in_float32_are_those_of_float64(name, kind, advant
     torch.testing.assert_close(single, exact, rtol=2e-4, atol=1e-30)
 
 
-# Log-ratios trainer - engine; the third row is masked but for its first token.
+# Log-ratios trainer - engine; in the third row only the first token is unmasked.
 D = torch.tensor([[0.5, -1.0, 0.0], [0.1, 0.1, -0.1], [2.0, 9.0, 9.0]], dtype=torch.float64)
 MASK = mask_of([3, 3, 1], 3)
 ROLLOUT = torch.full_like(D, -3.0)
@@ -236,7 +233,7 @@ ALL, NONE = [1, 1, 1], [0, 0, 0]
         ("token_tv", 0.03, None, [[0, 0, 1], ALL, NONE]),  # e^-3 is 0.0498: 0.0323, 0.0315, 0; 0.318
     ],
 )
-def test_each_rule_keeps_what_is_within_its_bounds(rule, high, low, expected):
+def test_each_rule_keeps_tokens_within_its_bounds(rule, high, low, expected):
     assert kept(rule, high, low) == (torch.tensor(expected) * MASK).tolist()
 
 
@@ -255,7 +252,7 @@ def test_rules_combine_and_a_veto_drops_the_sequence():
     assert torch.equal(accepted(ROLLOUT + D, ROLLOUT, MASK, []), MASK)
 
 
-def test_masked_tokens_and_what_is_not_finite_decide_nothing_but_for_themselves():
+def test_masked_and_non_finite_tokens_decide_only_for_themselves():
     train, rollout = ROLLOUT + D, ROLLOUT.clone()
     train[2, 1:], rollout[0, 0] = NAN, NAN
     for rule in RULES:
@@ -277,9 +274,8 @@ def test_segments_are_runs_of_sampled_tokens():
     values = torch.tensor([[9.0, 1, 3, 9, 2, 4, 6, 9], [5.0, 7, 9, 2, 9, 9, 9, 8]])
     expected = torch.tensor([[0.0, 2, 2, 0, 4, 4, 4, 0], [6.0, 6, 0, 2, 0, 0, 0, 8]])
     assert torch.equal(segment_mean(values, mask), expected)
-    weights, _ = correction(
-        values, torch.zeros_like(values), mask, kind="tis", level="segment", low=0, high=99
-    )
+    zeros = torch.zeros_like(values)
+    weights, _ = correction(values, zeros, mask, kind="tis", level="segment", low=0, high=99)
     close(weights, torch.where(mask, expected.exp().clamp(max=99), 0.0), 1e-6)
 
 

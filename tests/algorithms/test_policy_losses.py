@@ -1,4 +1,4 @@
-"""Policy losses: values and gradients worked by hand, and what holds for all."""
+"""Policy losses: values and gradients worked by hand, and invariants of all of them."""
 
 import math
 
@@ -84,13 +84,13 @@ def test_no_gradient_flows_into_old_logprobs():
     assert old.grad is None and logprobs.grad.tolist() == [[-1.0, -1.0]]
 
 
-# Probabilities of five tokens, and how they moved there: the binary KL from 0.4 to 0.8 is 0.382, from 0.5 to
-# 0.2 0.223, from 0.001 to 0.002 0.0003.
+# Probabilities of five tokens after a move: the binary KL from 0.4 to 0.8 is 0.382, from 0.5 to 0.2 0.223,
+# from 0.001 to 0.002 0.0003.
 PROBABILITIES = {"logprobs": [math.log(p) for p in (0.002, 0.8, 0.8, 0.2, 0.2)]}
 MOVED = ([2.0, 2.0, 2.0, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0])
-MEAN, GATE = (1.1 * 0.95) ** (1 / 3), 1 / (1 + math.exp(-3.0))  # of gspo, sapo
+MEAN, GATE = (1.1 * 0.95) ** (1 / 3), 1 / (1 + math.exp(-3.0))  # gspo, sapo
 LOGS = [math.exp(d) for d in (0.1, 0.9, -0.9)]
-KEPT, CUT = math.exp((0.1 + 0.4 - 0.9) / 3), math.exp((0.1 + 0.9 - 0.4) / 3)  # means of gmpo, clipped at 0.4
+KEPT, CUT = math.exp((0.1 + 0.4 - 0.9) / 3), math.exp((0.1 + 0.9 - 0.4) / 3)  # gmpo's means, clipped at 0.4
 HALF = [math.exp(0.5), math.exp(-1), 1.0]
 TOTAL = 0.5 - 1 + 0.2
 SELECTED = {"selected": torch.tensor([[True, False, False, True]])}
@@ -111,7 +111,7 @@ def phi(w, k, decay):
          (0.5, 1.5, 2, -4), (-0.5, -1.5, -2, 4), (1, 2)),
         (cispo, [0.1, 0.1, 4, 4, 1.5], [1, -1, 1, -2, 1],
          {"clip_low": 0.5, "clip_high": 1.0, "unified_mask": True},
-         (0.5, 0, 0, -4, 1.5), (-0.5, 0, 0, 4, -1.5), (1, 1)),  # what ppo_clip drops
+         (0.5, 0, 0, -4, 1.5), (-0.5, 0, 0, 4, -1.5), (1, 1)),  # drops the same tokens as ppo_clip
         # 4 / tau * sigmoid(0), and PPO's gradient on-policy
         (sapo, [1, 1], [1, -1], {"tau_positive": 1.0, "tau_negative": 2.0}, (-2, 1), (-1, 1), (0, 0)),
         (sapo, [3], [1], {"tau_positive": 1.5}, (-GATE * 4 / 1.5,), (-4 * GATE * (1 - GATE) * 3,), (0, 0)),
@@ -166,7 +166,7 @@ def phi(w, k, decay):
 def test_losses_and_gradients_are_those_worked_by_hand(
     loss, ratios, advantages, settings, losses, gradient, clipped
 ):
-    """Log-probs are -1. ``clipped``: tokens that the lower and the upper bound hold."""
+    """Log-probs are -1. ``clipped``: tokens clipped at the lower and at the upper bound."""
     values, slopes, stats = one_row(loss, ratios, advantages, **settings)
     if losses is not None:
         close(values, row(*losses), 1e-12)
@@ -183,7 +183,7 @@ def test_vespo_forgets_sequences_far_from_the_policy_on_both_sides():
 
 
 def test_the_two_bounds_of_dppo_keep_different_tokens():
-    """From 1e-5 to 0.05 hardly any probability moves, but the KL of a binary choice is 0.051."""
+    """From 1e-5 to 0.05 little probability moves, but the binary KL is 0.051."""
     how = {"logprobs": [math.log(0.05)], "clip_high": 0.05, "ratio_cap": 1e4}
     for loss, ratio in ((dppo_tv, 5000.0), (dppo_kl, 5000.0)):
         _, gradient, _ = one_row(loss, [ratio], [1.0], **how)
@@ -206,7 +206,7 @@ def test_gspo_is_the_sequence_form_under_every_aggregation():
 
 
 def test_gspo_segment_takes_the_geometric_mean_of_each_action():
-    """Two actions around a given token: ratios 1.1, 0.95 and 1.2, 1.4. Token advantages keep their own."""
+    """Two actions around a tool token: ratios 1.1, 0.95 and 1.2, 1.4. Each token keeps its advantage."""
     new = row(-1.0, -1.0, math.nan, -1.0, -1.0).requires_grad_()
     mask = torch.tensor([[True, True, False, True, True]])
     old = new.detach() - torch.log(row(1.1, 0.95, 7.0, 1.2, 1.4))
@@ -302,6 +302,5 @@ def test_half_precision_logprobs_are_clipped_at_their_exact_values(name, dtype):
     _, exact = POLICY_LOSSES[name](new.double(), old.to(dtype).double(), advantages, mask)
     losses, stats = POLICY_LOSSES[name](new, old.to(dtype), advantages, mask)
     assert losses.dtype == torch.float32
-    assert {k: float(stats[k]) for k in ("clip_low", "clip_high")} == {
-        k: float(exact[k]) for k in ("clip_low", "clip_high")
-    }
+    for key in ("clip_low", "clip_high"):
+        assert float(stats[key]) == float(exact[key])

@@ -17,13 +17,8 @@ def test_covariances_are_products_of_differences_from_the_means_of_the_update():
 def test_the_lowest_are_as_many_as_asked_for_also_where_values_are_equal():
     values, ids = torch.tensor([3.0, 1.0, 1.0, 1.0, 2.0]), torch.tensor([4, 9, 7, 8, 1])
     for count, chosen in (
-        (0, []),
-        (1, [7]),
-        (2, [7, 8]),
-        (3, [7, 8, 9]),
-        (4, [1, 7, 8, 9]),
-        (9, [1, 4, 7, 8, 9]),
-    ):
+        (0, []), (1, [7]), (2, [7, 8]), (3, [7, 8, 9]), (4, [1, 7, 8, 9]), (9, [1, 4, 7, 8, 9]),
+    ):  # fmt: skip
         last = lowest(values, ids, count)
         assert sorted(ids[up_to(values, ids, last)].tolist()) == chosen
 

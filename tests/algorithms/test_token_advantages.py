@@ -36,12 +36,12 @@ def test_process_ignores_the_order_of_steps_and_leaves_out_unscored_ones():
 
 
 def turns(episodes, rewards, groups=None, **how):
-    """``episodes``: rewards of the turns of each sample. Returns the advantages, sample by sample."""
-    flat = torch.tensor([r for own in episodes for r in own], dtype=torch.float64)
-    samples = torch.tensor([i for i, own in enumerate(episodes) for _ in own], dtype=torch.long)
+    """Return the advantages, sample by sample. ``episodes``: rewards of the turns of each sample."""
+    flat = torch.tensor([reward for episode in episodes for reward in episode], dtype=torch.float64)
+    samples = torch.tensor([i for i, episode in enumerate(episodes) for _ in episode], dtype=torch.long)
     ids = torch.tensor(groups or [0] * len(episodes))
     got = turn_level(flat, samples, torch.tensor(rewards, dtype=torch.float64), ids, **how)
-    return [part.tolist() for part in got.split([len(own) for own in episodes])]
+    return [part.tolist() for part in got.split([len(episode) for episode in episodes])]
 
 
 def test_turns_are_compared_with_the_same_turn_of_the_group():
@@ -62,46 +62,46 @@ def test_without_rewards_of_turns_and_one_turn_each_it_is_grpo():
     rewards, groups = [1.0, 0, 0, 1, 0.3, 0.3], [0, 0, 0, 0, 1, 1]
     got = turns([[0]] * 6, rewards, groups)
     expected = grpo(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups))
-    assert [own[0] for own in got] == expected.tolist()
+    assert [turn for (turn,) in got] == expected.tolist()
 
 
-def test_a_turn_that_nobody_else_has_gets_0_and_equal_returns_are_exactly_0():
+def test_a_turn_that_no_other_sample_has_gets_0_and_equal_returns_are_exactly_0():
     long, short, other = turns([[0, 0, 0], [0], [0, 0]], [0.7, 0.7, 0.7])
     assert long == [0, 0, 0] and short == [0] and other == [0, 0]
     long, short = turns([[0, 5], [0]], [1, 0])
     assert long[1] == 0 and long[0] == -short[0] != 0
 
 
-def test_what_is_not_scored_leaves_the_statistics_of_the_turns_it_reaches():
-    """A NaN in turn 1 reaches turns 0 and 1, a NaN of the episode all of them."""
+def test_an_unscored_reward_leaves_the_statistics_of_the_turns_it_reaches():
+    """A NaN in turn 1 reaches turns 0 and 1, a NaN of the episode all turns."""
     clean = turns([[0, 1, 3], [0, 0, 0], [0, 2, 1]], [1, 0, 0])
     lost, *others = turns([[0, math.nan, 3], [0, 0, 0], [0, 2, 1]], [1, 0, 0])
     pair = turns([[0, 0, 0], [0, 2, 1]], [0, 0])
     assert lost[:2] == [0, 0] and lost[2] == pytest.approx(clean[0][2])
-    assert [own[:2] for own in others] == [pytest.approx(own[:2]) for own in pair]
+    assert [values[:2] for values in others] == [pytest.approx(values[:2]) for values in pair]
     whole, *others = turns([[0, 1, 3], [0, 0, 0], [0, 2, 1]], [math.nan, 0, 0])
-    assert whole == [0, 0, 0] and others == [pytest.approx(own) for own in pair]
+    assert whole == [0, 0, 0] and others == [pytest.approx(values) for values in pair]
 
 
 def by_definition(episodes, rewards, groups, discount, std, eps):
     returns = [
         [
-            sum(discount ** (k - t) * r for k, r in enumerate(own) if k >= t)
-            + discount ** (len(own) - 1 - t) * reward
-            for t in range(len(own))
+            sum(discount ** (k - t) * r for k, r in enumerate(episode) if k >= t)
+            + discount ** (len(episode) - 1 - t) * reward
+            for t in range(len(episode))
         ]
-        for own, reward in zip(episodes, rewards, strict=True)
+        for episode, reward in zip(episodes, rewards, strict=True)
     ]
     peers = {}
-    for own, group in zip(returns, groups, strict=True):
-        for t, value in enumerate(own):
+    for values, group in zip(returns, groups, strict=True):
+        for t, value in enumerate(values):
             peers.setdefault((group, t), []).append(value)
-    centred = [v - mean(own) for own in peers.values() for v in own]
+    centred = [v - mean(same) for same in peers.values() for v in same]
     over_all = math.sqrt(sum(v * v for v in centred) / max(len(centred) - 1, 1))
     out = []
-    for own, group in zip(returns, groups, strict=True):
+    for values, group in zip(returns, groups, strict=True):
         line = []
-        for t, value in enumerate(own):
+        for t, value in enumerate(values):
             same = peers[group, t]
             if len(set(same)) == 1:
                 line.append(0.0)
@@ -114,7 +114,7 @@ def by_definition(episodes, rewards, groups, discount, std, eps):
 
 @settings(max_examples=100)
 @given(
-    made=st.lists(
+    samples=st.lists(
         st.tuples(st.lists(st.sampled_from([0.0, 0.5, 1.0, -2.0]), min_size=1, max_size=5),
                   st.sampled_from([0.0, 1.0, 0.25]), st.integers(0, 2)),
         min_size=1, max_size=12,
@@ -122,12 +122,12 @@ def by_definition(episodes, rewards, groups, discount, std, eps):
     discount=st.sampled_from([1.0, 0.5, 0.0]),
     std=st.sampled_from(["none", "group", "batch"]),
 )  # fmt: skip
-def test_advantages_of_turns_are_those_of_the_definition(made, discount, std):
-    episodes, rewards, groups = map(list, zip(*made, strict=True))
+def test_advantages_of_turns_are_those_of_the_definition(samples, discount, std):
+    episodes, rewards, groups = map(list, zip(*samples, strict=True))
     got = turns(episodes, rewards, groups, discount=discount, std=std, eps=1e-6)
     expected = by_definition(episodes, rewards, groups, discount, std, 1e-6)
-    for own, theirs in zip(got, expected, strict=True):
-        assert own == pytest.approx(theirs, rel=1e-9, abs=1e-9)
+    for actual, theirs in zip(got, expected, strict=True):
+        assert actual == pytest.approx(theirs, rel=1e-9, abs=1e-9)
 
 
 NORMS = torch.tensor([[0.2, 0.4, 0.0], [0.6, 0.0, 0.5]], dtype=torch.float64)
@@ -140,8 +140,8 @@ def test_each_token_has_the_mean_weighted_by_the_energy_so_far():
     close(got, [[-1.5, -1, 0], [0.5, 1, 3]], 1e-12)
 
 
-def test_a_given_token_is_no_step_of_time():
-    """The same samples with two given tokens behind the first token of one of them."""
+def test_an_observed_token_is_no_step_of_time():
+    """The same samples, with two observed tokens behind the first token of one sample."""
     mask = torch.tensor([[True, False, False, True, False], [True, True, True, False, False]])
     norms = torch.tensor([[0.2, 9, NAN, 0.4, 9], [0.6, 0.0, 0.5, 9, 9]], dtype=torch.float64)
     got = optimal_token_baseline(tensor(1, 3), ONE, norms, mask)
@@ -178,11 +178,11 @@ def test_token_baselines_are_those_of_the_definition_in_any_order_of_samples(see
     rewards[rng.random(len(groups)) < 0.15] = math.nan
     norms, mask = rng.uniform(0, 2, (len(groups), 8)), rng.random((len(groups), 8)) < 0.7
     order = rng.permutation(len(groups))
-    inputs = [torch.from_numpy(own[order]) for own in (rewards, groups, norms, mask)]
+    inputs = [torch.from_numpy(array[order]) for array in (rewards, groups, norms, mask)]
     got = optimal_token_baseline(*inputs).numpy()[np.argsort(order)]
 
-    energy = [np.cumsum(own[kept]) for own, kept in zip(norms, mask, strict=True)]
-    for i, places in enumerate(np.flatnonzero(own) for own in mask):
+    energy = [np.cumsum(values[kept]) for values, kept in zip(norms, mask, strict=True)]
+    for i, places in enumerate(np.flatnonzero(row) for row in mask):
         siblings = [j for j in range(len(groups)) if groups[j] == groups[i] and math.isfinite(rewards[j])]
         for t, place in enumerate(places):
             there = [j for j in siblings if len(energy[j]) > t]

@@ -23,9 +23,8 @@ from tests.support.made_groups import group_of
 
 
 def credited(groups, settings, ref_logprobs=None):
-    batch = make_batch(
-        groups, sample_advantages(groups, settings), ref_logprobs=ref_logprobs, max_new_tokens=8
-    )
+    advantages = sample_advantages(groups, settings)
+    batch = make_batch(groups, advantages, ref_logprobs=ref_logprobs, max_new_tokens=8)
     return token_advantages(batch, groups, settings).policy.advantages
 
 
@@ -39,7 +38,7 @@ def test_rewards_are_clipped_before_and_advantages_after():
 
 
 def test_a_sample_that_is_not_trained_stays_in_the_token_baseline_of_its_siblings():
-    """One right and three cut: the right one is better than them, whether they are trained or not."""
+    """One right and three truncated samples: the right one is better whether these are trained or not."""
     groups = [group_of([1, 0, 0, 0], [3, 4, 4, 4], reasons=["stop", "length", "length", "length"])]
     settings = credit("otb")
     trained, masked = (
@@ -55,8 +54,8 @@ def test_a_sample_that_is_not_trained_stays_in_the_token_baseline_of_its_sibling
     assert whole[1:].any() and not part[1:].any()
 
 
-def test_samples_are_weighed_by_their_length_after_all_other_steps():
-    """Over the whole step: lengths 1, 3, 2, 2 weigh 1.5, 0.5, 1, 1. A clip does not hold the weighed ones."""
+def test_samples_are_weighted_by_their_length_after_all_other_steps():
+    """Over the whole step: lengths 1, 3, 2, 2 weigh 1.5, 0.5, 1, 1. The clip applies before the weights."""
     groups = [group_of([5, -5], [1, 3]), group_of([0.1, 0], [2, 2])]
     settings = credit(std="none", advantage_clip=0.75)
     got = credited(groups, credit(std="none", advantage_clip=0.75, length_weights=True))
@@ -65,25 +64,26 @@ def test_samples_are_weighed_by_their_length_after_all_other_steps():
     assert float(got.max()) == 1.125
 
 
-def test_kl_in_the_reward_subtracts_from_each_token_its_own_and_all_later_kl():
-    reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
+REFERENCE = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
+
+
+def test_kl_in_the_reward_subtracts_from_each_token_its_kl_and_all_later_kl():
     settings = credit(std="none", kl_coef=0.1, kl={"estimator": "k1"})
-    got = credited([group_of([1, 0], [3, 1])], settings, reference)
+    got = credited([group_of([1, 0], [3, 1])], settings, REFERENCE)
     torch.testing.assert_close(got[0], torch.tensor([0, 0, 0.5 - 0.25, 0.5 - 0.2, 0.5 - 0.2]))
     torch.testing.assert_close(got[1], torch.tensor([0, 0, -0.5, 0, 0]))
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 3.0])
 def test_the_weight_of_rewards_leaves_the_kl_in_the_reward_as_it_is(weight):
-    reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
     settings = credit(std="none", kl_coef=0.1, kl={"estimator": "k1"}, reward_coef=weight)
-    got = credited([group_of([1, 0], [3, 1])], settings, reference)
+    got = credited([group_of([1, 0], [3, 1])], settings, REFERENCE)
     half = 0.5 * weight
     torch.testing.assert_close(got[0], torch.tensor([0, 0, half - 0.25, half - 0.2, half - 0.2]))
     torch.testing.assert_close(got[1], torch.tensor([0, 0, -half, 0, 0]))
 
 
-def test_whitened_advantages_are_weighed_after_whitening():
+def test_whitened_advantages_are_weighted_after_whitening():
     groups = [group_of([1, 0], [2, 2]), group_of([3, 0], [1, 3], prompt_tokens=1)]
     plain = credit("reinforce_pp", whiten=True)
     expected = 0.5 * credited(groups, plain)
@@ -101,12 +101,7 @@ def test_whitening_comes_after_the_kl_and_covers_the_whole_step():
 
 
 def test_step_rewards_become_token_advantages_at_their_positions():
-    steps = (np.array([1.0, 0.0], np.float32), np.array([1.0], np.float32))
-    ends = (np.array([0, 2], np.int32), np.array([1], np.int32))
-    got = credited(
-        [group_of([1, 0], [3, 2], step_rewards=steps, step_ends=ends)],
-        credit("process", eps=1e-12),
-    )
+    got = credited([with_steps()], credit("process", eps=1e-12))
     unit = math.sqrt(1 / 3)
     a, b = (1 / 3) / unit, (-2 / 3) / unit
     torch.testing.assert_close(got[0], torch.tensor([0, 0, a + b, b, b]))
@@ -122,7 +117,7 @@ def with_steps(rewards=(1, 0)):
 
 
 def test_advantages_of_outcomes_and_steps_add_up_with_their_weights():
-    """Outcomes 1, 0 centred: .5, -.5. Steps 1, 0, 1 centred: 1/3, -2/3, 1/3, summed from behind."""
+    """Outcomes 1, 0 centred: .5, -.5. Steps 1, 0, 1 centred: 1/3, -2/3, 1/3, as reward-to-go."""
     how = credit(std="none", process={"coef": 3.0, "outcome_coef": 2.0})
     got = credited([with_steps()], how)
     torch.testing.assert_close(got[0], torch.tensor([0, 0, 1 - 1.0, 1 - 2.0, 1 - 2.0]))
@@ -149,7 +144,7 @@ def test_equal_outcomes_leave_the_signal_of_steps():
 
 
 def test_a_group_that_was_not_scored_at_all_needs_no_steps():
-    """As after the loss of the workers that score steps: it trains nothing, and the others are trained."""
+    """For example after the loss of the workers that score steps: only the other groups are trained."""
     lost = group_of([np.nan, np.nan], [2, 2])
     how = credit("process")
     got = credited([with_steps(), lost], how)
@@ -158,9 +153,9 @@ def test_a_group_that_was_not_scored_at_all_needs_no_steps():
 
 
 def test_steps_of_a_sample_without_a_reward_do_not_move_the_others():
-    """The third sample has step scores, but its reward failed: its group must look as without it."""
-    steps = [np.array(own, np.float32) for own in ([1.0, 0.0], [1.0], [9.0, -7.0])]
-    ends = [np.array(own, np.int32) for own in ([0, 2], [1], [0, 1])]
+    """The third sample has step scores, but no reward: the others must be as without it."""
+    steps = [np.array(r, np.float32) for r in ([1.0, 0.0], [1.0], [9.0, -7.0])]
+    ends = [np.array(e, np.int32) for e in ([0, 2], [1], [0, 1])]
     how = credit("process", eps=1e-12)
     two = group_of([1, 0], [3, 2], step_rewards=tuple(steps[:2]), step_ends=tuple(ends[:2]))
     three = group_of([1, 0, np.nan], [3, 2, 2], step_rewards=tuple(steps), step_ends=tuple(ends))
@@ -171,10 +166,10 @@ def test_steps_of_a_sample_without_a_reward_do_not_move_the_others():
 
 def test_gdpo_normalises_each_reward_separately():
     parts = {"math": np.array([1, 1, 0, 0], np.float32), "format": np.array([0, 0, 0, 1], np.float32)}
-    made = group_of([1, 1, 0, 1], [1] * 4, parts=parts)
-    got = credited([made], credit("gdpo", weights={"math": 1.0, "format": 1.0}))[:, 2]
+    group = group_of([1, 1, 0, 1], [1] * 4, parts=parts)
+    got = credited([group], credit("gdpo", weights={"math": 1.0, "format": 1.0}))[:, 2]
     assert got[0] == got[1] and got[0] != got[3]
-    alone = credited([made], credit("gdpo", weights={"math": 1.0, "format": 0.0}))[:, 2]
+    alone = credited([group], credit("gdpo", weights={"math": 1.0, "format": 0.0}))[:, 2]
     torch.testing.assert_close(alone, torch.tensor([1.0, 1, -1, -1]) * math.sqrt(3 / 4), rtol=1e-5, atol=0)
 
 
@@ -183,8 +178,8 @@ def scored(*groups):
 
 
 @pytest.mark.parametrize("std", ["group", "batch", "batch_raw"])
-def test_a_reward_that_other_sources_lack_has_their_weight_in_no_statistic(std):
-    """One group with both rewards, and three of a source that has no math."""
+def test_groups_without_a_reward_do_not_change_its_statistics(std):
+    """One group with both rewards, and three of a source without math."""
     math, form = np.array([1, 1, 0, 0], np.float32), np.array([1, 0, 1, 0], np.float32)
     settings = credit("gdpo", std=std, weights={"math": 1.0, "form": 1.0})
     both = group_of(math + form, [1] * 4, parts={"math": math, "form": form})
@@ -194,7 +189,7 @@ def test_a_reward_that_other_sources_lack_has_their_weight_in_no_statistic(std):
     assert np.abs(beside[1:3]).max() < 0.2 * beside[0]
 
 
-def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
+def test_idle_rows_are_left_out_and_the_denominators_stay():
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
     silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
     (short,) = fakes.make_batches(fakes.config(batch=batch), scored(silent, useful), 0, kl_coef=0.0)
@@ -202,16 +197,11 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     reference = [np.full(n, -1.5, np.float32) for n in (4, 4)], [np.full(n, -1.5, np.float32) for n in (2, 3)]
     with_reference = [ScoredGroup(g, ref) for g, ref in zip((silent, useful), reference, strict=True)]
     for settings in (
-        {"skip_idle_rows": False},
-        {"entropy": {"coef": 0.1}},
-        {"top_entropy_share": 0.2},
-        {"entropy": {"kind": "adaptive", "target": 1.0}},
-        {"loss": "dro", "correction": "bypass"},
-        {"loss": "clip_cov"},
-        {"correction": {"normalize": True}},
-        {"kl": {"coef": 0.1}},
+        {"skip_idle_rows": False}, {"entropy": {"coef": 0.1}}, {"top_entropy_share": 0.2},
+        {"entropy": {"kind": "adaptive", "target": 1.0}}, {"loss": "dro", "correction": "bypass"},
+        {"loss": "clip_cov"}, {"correction": {"normalize": True}}, {"kl": {"coef": 0.1}},
         {"kl": {"coef": 0.1, "in_reward": True}},
-    ):
+    ):  # fmt: skip
         config = fakes.config(batch=batch, algorithm=settings)
         (whole,) = fakes.make_batches(config, with_reference, 0, kl_coef=config.algorithm.kl.coef)
         assert len(whole) == 4, settings
@@ -221,38 +211,31 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
 
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        {},
-        {"advantage": {"std": "batch"}},
-        {"advantage": {"std": "none", "whiten": True}},
-        {"reward_norm": "batch"},
-    ],
+    [{}, {"advantage": {"std": "batch"}}, {"advantage": {"std": "none", "whiten": True}},
+     {"reward_norm": "batch"}],
     ids=str,
-)
-def test_the_zero_variance_filter_leaves_groups_without_a_signal_out_as_if_they_had_not_been_sampled(
-    algorithm,
-):
-    """A step of the useful group alone, also within each update."""
+)  # fmt: skip
+def test_filtered_zero_variance_groups_count_as_if_they_had_not_been_sampled(algorithm):
+    """Compared with a step of the useful group alone, also within each update."""
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
     silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
     config = fakes.config(batch=batch, algorithm=algorithm | {"zero_variance_filter": True})
-    (found,) = fakes.make_batches(config, scored(silent, useful), 0, kl_coef=0.0)
+    (filtered,) = fakes.make_batches(config, scored(silent, useful), 0, kl_coef=0.0)
     (alone,) = fakes.make_batches(config, scored(useful), 0, kl_coef=0.0)
-    assert found.denominators == alone.denominators == Denominators(5.0, 2.0, 1.0)
-    np.testing.assert_array_equal(found.policy.advantages.numpy(), alone.policy.advantages.numpy())
-    several = fakes.config(
-        batch=batch | {"updates_per_step": 2}, algorithm={"zero_variance_filter": True, "kl": {"coef": 0.1}}
-    )
-    reference = [ScoredGroup(g, [np.full(n, -1.5, np.float32) for n in own])
-                 for g, own in ((silent, (4, 4)), (useful, (2, 3)))]  # fmt: skip
+    assert filtered.denominators == alone.denominators == Denominators(5.0, 2.0, 1.0)
+    np.testing.assert_array_equal(filtered.policy.advantages.numpy(), alone.policy.advantages.numpy())
+    with_kl = {"zero_variance_filter": True, "kl": {"coef": 0.1}}
+    several = fakes.config(batch=batch | {"updates_per_step": 2}, algorithm=with_kl)
+    reference = [ScoredGroup(g, [np.full(n, -1.5, np.float32) for n in lengths])
+                 for g, lengths in ((silent, (4, 4)), (useful, (2, 3)))]  # fmt: skip
     nothing, whole = fakes.make_batches(several, reference, 0, kl_coef=0.1)
     assert not nothing.policy.mask.any() and nothing.denominators.tokens == 0 == nothing.denominators.prompts
     assert (whole.denominators.tokens, whole.denominators.prompts) == (5.0, 1.0)
 
 
 def test_reward_clip_also_applies_to_the_baseline_of_remax():
-    made = group_of([5, 0], [1, 1], baseline_reward=5.0)
-    got = sample_advantages([made], credit("remax", reward_clip=1.0))
+    group = group_of([5, 0], [1, 1], baseline_reward=5.0)
+    got = sample_advantages([group], credit("remax", reward_clip=1.0))
     assert got[0].tolist() == [0.0, -1.0]
 
 
@@ -261,10 +244,8 @@ def test_truncated_samples_count_in_their_group_and_are_not_trained():
     config = fakes.config(algorithm=algorithm)
     cut = group_of([0, 0, 1], [4, 2, 2], reasons=["length", "stop", "stop"])
     (batch,) = fakes.make_batches(config, scored(cut), 0, kl_coef=0.0)
-    assert not batch.policy.mask[0].any() and (batch.denominators.tokens, batch.denominators.sequences) == (
-        4.0,
-        2.0,
-    )
+    assert not batch.policy.mask[0].any()
+    assert (batch.denominators.tokens, batch.denominators.sequences) == (4.0, 2.0)
     torch.testing.assert_close(batch.policy.advantages[1, 2], torch.tensor(-1 / 3))
 
 
@@ -328,10 +309,8 @@ def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
     config = fakes.config(algorithm={"advantage": advantage, "skip_idle_rows": False, "kl": term})
     reference = [np.full(n, -1.0, np.float32) for n in (2, 2, 1)]
     (batch,) = fakes.make_batches(config, [ScoredGroup(broken, reference)], 0, kl_coef=kl)
-    assert not batch.policy.mask[0].any() and (batch.denominators.tokens, batch.denominators.sequences) == (
-        3.0,
-        2.0,
-    )
+    assert not batch.policy.mask[0].any()
+    assert (batch.denominators.tokens, batch.denominators.sequences) == (3.0, 2.0)
     assert batch.policy.advantages.isfinite().all() and batch.policy.rollout_logprobs.isfinite().all()
     if not kl:
         torch.testing.assert_close(batch.policy.advantages[1, 2], torch.tensor(-1 / 3))
@@ -352,7 +331,7 @@ def test_running_normalisation_continues_from_earlier_steps():
     assert reward_moments(fakes.config().algorithm, first, Moments()) == Moments()
 
 
-def of_roll(rewards, lengths, *, clip):
+def roll_advantages(rewards, lengths, *, clip):
     """Repeat ROLL's steps for adv_estimator grpo in float64: group norm, spread over tokens, whiten, clip."""
     rewards = np.array(rewards, np.float64)
     normalised = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
@@ -368,7 +347,7 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
     groups = [group_of(r, n) for r, n in zip(rewards, lengths, strict=True)]
     got = credited(groups, AdvantageSettings(config.algorithm))
     flat = [got[i, 2 : 2 + n].tolist() for i, n in enumerate(np.ravel(lengths))]
-    np.testing.assert_allclose(np.concatenate(flat), of_roll(rewards, lengths, clip=2.0), rtol=1e-5)
+    np.testing.assert_allclose(np.concatenate(flat), roll_advantages(rewards, lengths, clip=2.0), rtol=1e-5)
     assert max(map(max, flat)) == 2.0, "the clip acts on these numbers"
 
 
@@ -380,8 +359,8 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
         ("none", [1.0, 0.0]),
     ],
 )
-def test_normalised_rewards_are_those_of_rolls_settings(norm, expected):
-    """For one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce uses the normalised reward."""
+def test_normalised_rewards_follow_rolls_settings(norm, expected):
+    """One group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce uses the normalised reward."""
     settings = credit("reinforce_pp", whiten=False, reward_norm=norm)
     (got,) = sample_advantages([group_of([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
     np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
@@ -400,22 +379,22 @@ def test_a_kl_that_is_not_finite_is_neither_whitened_nor_clipped_away(broken, wh
 
 def test_gamma_discounts_the_reward_and_the_kl_for_each_later_token():
     """By hand, gamma 0.5, KL k1 of 0.1 a token: token 0 of three has 0.25 R - 0.1 (1 + 0.5 + 0.25) * 2."""
-    made = group_of([1.0, -2.0], [3, 1])
+    group = group_of([1.0, -2.0], [3, 1])
     how, whole, near = (
         credit("reinforce_pp", whiten=False, gamma=gamma, kl_coef=2.0, kl={"estimator": "k1"})
         for gamma in (0.5, 1.0, 1 - 1e-9)
     )
     reference = [np.full(n, -1.1, np.float32) for n in (3, 1)]
-    batch = make_batch([made], sample_advantages([made], how), ref_logprobs=reference, max_new_tokens=4)
-    got = token_advantages(batch, [made], how).policy.advantages
+    batch = make_batch([group], sample_advantages([group], how), ref_logprobs=reference, max_new_tokens=4)
+    got = token_advantages(batch, [group], how).policy.advantages
     expected = [[0.25 - 0.35, 0.5 - 0.3, 1 - 0.2], [-2 - 0.2]]
     for row, values in zip(got, expected, strict=True):
         assert row[2 : 2 + len(values)].tolist() == pytest.approx(values, rel=1e-5)
-    one, other = (token_advantages(batch, [made], each).policy.advantages for each in (whole, near))
+    one, other = (token_advantages(batch, [group], each).policy.advantages for each in (whole, near))
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_given_tokens_take_no_time_in_discounted_returns_and_rows_of_a_sample_continue():
+def test_observed_tokens_take_no_time_in_discounted_returns_and_rows_of_a_sample_continue():
     values = torch.tensor([[1.0, 9.0, 2.0], [4.0, 9.0, 9.0], [3.0, 5.0, 9.0]])
     mask = torch.tensor([[True, False, True], [True, False, False], [True, True, False]])
     got = discounted_to_go(values, mask, 0.5, torch.tensor([0, 0, 1]))

@@ -1,5 +1,5 @@
-"""Episodes in a batch: only what the policy sampled is trained, every sampled token once, and an episode is
-one sample whatever its rows.
+"""Episodes in a batch: only sampled tokens are trained, each of them once, and an episode is one sample
+whatever its rows.
 """
 
 import math
@@ -31,9 +31,9 @@ from tests.support.made_groups import shard
 
 
 def row_by_row(groups, advantages, reference, *, masked=()):
-    """Build what `make_batch` must, token by token."""
+    """Build the rows that `make_batch` must, token by token."""
     out, seen, sequences = [], 0, 0
-    for group, own in zip(groups, advantages, strict=True):
+    for group, values in zip(groups, advantages, strict=True):
         for i, rollout in enumerate(group.rollouts):
             sampled = [t for row in rollout.rows for t in row.logprobs[row.sampled]]
             trained = math.isfinite(group.rewards[i]) and all(map(math.isfinite, sampled))
@@ -44,7 +44,7 @@ def row_by_row(groups, advantages, reference, *, masked=()):
                 line = [(int(t), False, 0.0, 0.0, 0.0) for t in context]
                 for c, token in enumerate(row.completion_ids.tolist()):
                     if trained and row.sampled[c]:
-                        line.append((token, True, own[i], row.logprobs[c], reference[seen][c]))
+                        line.append((token, True, values[i], row.logprobs[c], reference[seen][c]))
                     else:
                         line.append((token, False, 0.0, 0.0, 0.0))
                 out.append(line)
@@ -76,20 +76,18 @@ def test_a_batch_of_episodes_equals_one_built_token_by_token(seed, data):
     tensors = (batch.tokens, stream.mask, stream.advantages, stream.rollout_logprobs, stream.ref_logprobs)
     for i, line in enumerate(expected):
         for tensor, values in zip(tensors, zip(*line, strict=True), strict=True):
-            own = tensor[i]
-            assert torch.equal(own[: len(line)], torch.tensor(np.array(values), dtype=own.dtype))
-            assert not own[len(line) :].any()
-    assert batch.denominators.tokens == sum(own for line in expected for _, own, *_ in line)
+            row = tensor[i]
+            assert torch.equal(row[: len(line)], torch.tensor(np.array(values), dtype=row.dtype))
+            assert not row[len(line) :].any()
+    assert batch.denominators.tokens == sum(mask for line in expected for _, mask, *_ in line)
     assert batch.denominators.sequences == sequences
 
 
-def test_a_sample_without_an_environment_makes_the_batch_it_always_made():
-    """Also next to episodes; an all-true mask changes nothing but a step's fast path."""
+def test_an_all_true_mask_makes_the_batch_of_a_sample_without_an_environment():
+    """It only leaves the fast path of a step."""
     plain = made_groups.group(0, np.random.default_rng(0))
-    marked = replace(
-        plain,
-        rollouts=tuple(replace(r, sampled=np.ones(len(r.completion_ids), bool)) for r in plain.rollouts),
-    )
+    rollouts = tuple(replace(r, sampled=np.ones(len(r.completion_ids), bool)) for r in plain.rollouts)
+    marked = replace(plain, rollouts=rollouts)
     one, other = (
         make_batch([g], [np.arange(4, dtype=np.float32)], ref_logprobs=None, max_new_tokens=9)
         for g in (plain, marked)
@@ -103,9 +101,8 @@ def test_every_sampled_token_is_trained_once_and_an_episode_counts_once():
     batch = made_groups.episode_batch(rewritten=0.9)
     samples = [r for g in groups for r in g.rollouts]
     assert len(batch) == sum(len(r.rows) for r in samples) > len(samples)
-    assert (
-        batch.denominators.tokens == sum(len(r.sampled_ids) for r in samples) == int(batch.policy.mask.sum())
-    )
+    tokens = sum(len(r.sampled_ids) for r in samples)
+    assert batch.denominators.tokens == tokens == int(batch.policy.mask.sum())
     assert batch.denominators.sequences == len(samples)
     assert batch.policy.sequence_tokens.tolist() == [len(r.sampled_ids) for r in samples for _ in r.rows]
     parts = split_updates(batch, num_groups=3, num_updates=3)
@@ -114,7 +111,7 @@ def test_every_sampled_token_is_trained_once_and_an_episode_counts_once():
     assert [set(p.group_ids.tolist()) for p in parts] == [{0}, {1}, {2}]
 
 
-def test_the_log_probs_of_a_given_token_leave_no_sample_out_and_those_of_a_sampled_one_its_whole_episode():
+def test_nan_log_probs_of_observed_tokens_are_ignored_and_of_sampled_tokens_leave_out_the_episode():
     groups = made_groups.episode_groups(groups=1, rewritten=0.9, seed=3)
     (group,) = groups
     several = next(i for i, r in enumerate(group.rollouts) if r.further_rows)
@@ -140,7 +137,7 @@ def test_packed_rows_share_the_prompt_only_with_rows_that_begin_with_it(order):
     if order != "as made":
         batch = batch.select(list(reversed(range(len(batch)))))
     layout = packed(batch, batch.wanted, block_spans)
-    # What each wanted token is predicted from: the stream, read along the row's own positions.
+    # The source of each wanted token: the stream, read along the positions of its row.
     stream, positions = layout.tokens[0], layout.positions[0]
     shared = [(int(g), int(n)) for g, n in zip(batch.group_ids, batch.prompt_lengths, strict=True) if n]
     saved = sum(n for _, n in shared) - sum(n for _, n in set(shared))
@@ -159,7 +156,7 @@ def test_sharding_and_micro_batches_hold_every_row_of_every_episode_once(seed, r
     assert sorted(row for part in parts for row in part.row_ids.tolist()) == list(range(len(batch)))
     for part in parts:
         plan = packed_micro_batches(part.lengths.tolist(), shared_prefixes(part), budget)
-        assert sorted(row for own in plan for row in own) == list(range(len(part)))
+        assert sorted(row for rows in plan for row in rows) == list(range(len(part)))
 
 
 def credited(groups, settings, reference=None):
@@ -168,66 +165,57 @@ def credited(groups, settings, reference=None):
 
 
 def episode(rows, rewards=(), *, prompt=(7, 8)):
-    """An episode of rows such as "aaooa": a an action's token, o a given one; a turn for each run of a."""
-    turns, made = [], []
+    """Return an episode of rows such as "aaooa": a is an action's token, o observed; a turn per run of a."""
+    turns, parts = [], []
     for number, row in enumerate(rows):
         sampled = np.array([c == "a" for c in row])
         ends = [i + 1 for i, c in enumerate(row) if c == "a" and row[i + 1 : i + 2] != "a"]
         turns += [made_groups.Turn(number, end, "") for end in ends]
-        made.append((np.full(len(row), 5, np.int32), np.where(sampled, -1, 0).astype(np.float32),
-                     np.where(sampled, 0, -1).astype(np.int32), sampled))  # fmt: skip
+        parts.append((np.full(len(row), 5, np.int32), np.where(sampled, -1, 0).astype(np.float32),
+                      np.where(sampled, 0, -1).astype(np.int32), sampled))  # fmt: skip
     turns = tuple(
         replace(turn, reward=reward)
         for turn, reward in zip(turns, rewards or [None] * len(turns), strict=True)
     )
-    (ids, logprobs, versions, sampled), *further = made
+    (ids, logprobs, versions, sampled), *further = parts
     context = np.array([*prompt, 9], np.int32)
     return Rollout("p", 0, ids, logprobs, "stop", "", versions, sampled, turns,
-                   tuple(FurtherRow(context, *own) for own in further))  # fmt: skip
+                   tuple(FurtherRow(context, *part) for part in further))  # fmt: skip
 
 
 def group_of(rewards, *episodes):
-    made = made_groups.group_of(rewards, [1] * len(episodes))
+    group = made_groups.group_of(rewards, [1] * len(episodes))
     rollouts = tuple(replace(e, sample=i) for i, e in enumerate(episodes))
-    prompt = replace(made.prompt, token_ids=np.array([7, 8], np.int32))
-    return replace(made, prompt=prompt, rollouts=rollouts)
+    prompt = replace(group.prompt, token_ids=np.array([7, 8], np.int32))
+    return replace(group, prompt=prompt, rollouts=rollouts)
 
 
-def test_an_observation_does_not_cut_what_is_still_to_come():
-    """verl#6376: a given token between two actions took the reward from the first one. With a discount of 0.5
-    for a turn the returns are 0.5, (given) and 1.
+def test_an_observation_does_not_cut_the_reward_to_go():
+    """verl#6376: an observation between two actions took the reward from the first action. With a discount of
+    0.5 per turn the returns are 0.5, (observed) and 1.
     """
     assert sum_to_go(torch.tensor([[0.0, 0, 1]])).tolist() == [[1, 1, 1]]
     group = group_of([1, 0], episode(["aoa"]), episode(["aoa"]))
     how = credit("turn", std="none", discount=0.5)
     batch, got = credited([group], how)
-    assert got.policy.advantages[0].tolist() == [
-        0,
-        0,
-        0.25,
-        0,
-        0.5,
-    ]  # less the means of the turns, 0.25 and 0.5
+    # Minus the means of the turns, 0.25 and 0.5.
+    assert got.policy.advantages[0].tolist() == [0, 0, 0.25, 0, 0.5]
     assert got.policy.advantages[1].tolist() == [0, 0, -0.25, 0, -0.5]
     assert batch.policy.mask[0].tolist() == [False, False, True, False, True]
 
 
-def test_kl_in_the_reward_counts_sampled_tokens_of_all_rows_alone():
-    """k1 of 0.5 a sampled token; what stands at given tokens counts for nothing."""
+def test_kl_in_the_reward_counts_only_the_sampled_tokens_of_all_rows():
+    """k1 is 0.5 per sampled token; values at observed tokens do not count."""
     group = group_of([0, 0], episode(["aooa", "aoa"]), episode(["a"]))
     reference = [np.array([-1.5, 9, np.nan, -1.5], np.float32), np.full(3, -1.5, np.float32),
                  np.full(1, -1.0, np.float32)]  # fmt: skip
     how = credit(std="none", kl_coef=1.0, kl={"estimator": "k1"})
     _, got = credited([group], how, reference)
-    assert got.policy.advantages.tolist() == [
-        [0, 0, -2.0, 0, 0, -1.5],
-        [0, 0, 0, -1.0, 0, -0.5],
-        [0] * 6,
-    ]
+    assert got.policy.advantages.tolist() == [[0, 0, -2.0, 0, 0, -1.5], [0, 0, 0, -1.0, 0, -0.5], [0] * 6]
 
 
 def test_process_takes_the_rewards_of_turns_where_no_model_scores_steps():
-    """Rewards 1, 0, 1 of three turns, one more turn without; deviation 1/sqrt(3), as for steps of a model."""
+    """Three turns have rewards 1, 0, 1, one has none; deviation 1/sqrt(3), as for step scores of a model."""
     group = group_of([1, 0], episode(["aaoa", "a"], (1.0, None, 0.0)), episode(["a"], (1.0,)))
     _, got = credited([group], credit("process", eps=1e-12))
     unit = math.sqrt(1 / 3)
@@ -237,8 +225,8 @@ def test_process_takes_the_rewards_of_turns_where_no_model_scores_steps():
     torch.testing.assert_close(got.policy.advantages[2], torch.tensor([0, 0, a, 0, 0, 0]))
 
 
-def test_steps_of_a_sample_stay_its_own_behind_a_sample_of_several_rows():
-    """Steps 0 and 1 of two samples, of which the first has a further row: nothing reaches that row."""
+def test_steps_stay_with_their_sample_after_a_sample_of_several_rows():
+    """Steps 0 and 1 of two samples; the first has a further row, which gets nothing."""
     group = group_of([0, 1], episode(["aaa", "aaa"]), episode(["aaa"]))
     group = replace(
         group,
@@ -257,11 +245,8 @@ def test_an_episode_without_a_reward_is_in_no_statistic_of_turns():
         _, two = credited([scored], how)
         _, three = credited([lost], how)
         torch.testing.assert_close(three.policy.advantages[:2], two.policy.advantages)
-        assert (
-            two.policy.advantages.any()
-            and not three.policy.advantages[2].any()
-            and not three.policy.mask[2].any()
-        )
+        assert two.policy.advantages.any()
+        assert not three.policy.advantages[2].any() and not three.policy.mask[2].any()
 
 
 def test_opo_weighs_with_the_tokens_that_were_sampled():
@@ -276,27 +261,23 @@ def test_token_values_return_to_the_rows_of_their_episodes(tmp_path):
     rows = [row for g in groups for r in g.rollouts for row in r.rows]
     parts = [p for update in split_updates(batch, num_groups=3, num_updates=3) for p in shard(update, 2)]
     logprobs = {i: np.full(int(row.sampled.sum()), -i, np.float32) for i, row in enumerate(rows)}
-    found = by_sample(groups, values_of_rows(parts, tokens=True), logprobs)
+    token_values = by_sample(groups, values_of_rows(parts, tokens=True), logprobs)
     number = 0
     for group in groups:
         for rollout in group.rollouts:
-            values = found[group.prompt.uid, rollout.sample]
-            own = [values, *values.further_rows]
-            assert len(own) == len(rollout.rows)
-            for row, known in zip(rollout.rows, own, strict=True):
-                at = batch.lengths[number] - len(row.completion_ids), batch.lengths[number]
-                for name, tensor in (
-                    ("advantages", batch.policy.advantages),
-                    ("ref_logprobs", batch.policy.ref_logprobs),
-                ):
-                    np.testing.assert_array_equal(getattr(known, name), tensor[number, slice(*at)])
-                np.testing.assert_array_equal(known.trainer_logprobs, np.where(row.sampled, -number, 0))
+            values = token_values[group.prompt.uid, rollout.sample]
+            by_row = [values, *values.further_rows]
+            assert len(by_row) == len(rollout.rows)
+            for row, recorded in zip(rollout.rows, by_row, strict=True):
+                at = slice(batch.lengths[number] - len(row.completion_ids), batch.lengths[number])
+                for name in ("advantages", "ref_logprobs"):
+                    expected = getattr(batch.policy, name)[number, at]
+                    np.testing.assert_array_equal(getattr(recorded, name), expected)
+                np.testing.assert_array_equal(recorded.trainer_logprobs, np.where(row.sampled, -number, 0))
                 number += 1
-            expected = batch.policy.advantages[number - 1][batch.policy.mask[number - 1]][
-                0
-            ]  # one for all its tokens
-            assert values.advantage == pytest.approx(float(expected), rel=1e-6)
-    write_groups(tmp_path / "t.parquet", groups, found)
+            trained = batch.policy.advantages[number - 1][batch.policy.mask[number - 1]]  # all equal
+            assert values.advantage == pytest.approx(float(trained[0]), rel=1e-6)
+    write_groups(tmp_path / "t.parquet", groups, token_values)
     table = pq.read_table(tmp_path / "t.parquet").to_pylist()
     several = next(i for i, r in enumerate(r for g in groups for r in g.rollouts) if r.further_rows)
     assert table[several]["further_rows"][0]["advantages"] is not None
@@ -322,7 +303,7 @@ def test_episodes_are_sent_and_kept_bit_for_bit(seed, tmp_path_factory):
     first = groups[0].rollouts[0]
     odd = replace(first, turns=(turn, *first.turns[1:]))
     groups[0] = replace(groups[0], rollouts=(odd, *groups[0].rollouts[1:]))
-    groups.append(made_groups.group(7, np.random.default_rng(seed)))  # of no environment
+    groups.append(made_groups.group(7, np.random.default_rng(seed)))  # without an environment
     sent = pickle.loads(pickle.dumps(PackedSamples.from_groups([group.rollouts for group in groups])))
     write_groups(path, groups)
     kept = read_groups(path, {g.prompt.uid: g.prompt for g in groups})
@@ -340,7 +321,7 @@ def test_a_table_without_episodes_has_no_columns_for_them(tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_of_one_episode_weigh_as_if_they_were_one_row(mode):
-    """Two actions in one row, or in two: the same weight of every sampled token."""
+    """Two actions in one row or in two give every sampled token the same weight."""
 
     def weights(first):
         group = group_of([1, 0], first, episode(["aaaa"]))

@@ -1,4 +1,4 @@
-"""Later epochs over a batch deal whole groups to its updates again: no row is lost, on no number of ranks."""
+"""Later epochs over a batch deal whole groups to its updates again; no row is lost on any number of ranks."""
 
 from dataclasses import replace
 
@@ -26,49 +26,49 @@ GROUPS, UPDATES = 6, 3
 
 
 def by_id(batch):
-    """Row id -> its tokens and advantages, without padding."""
+    """Map row ids to tokens and advantages without padding."""
     rows = zip(
         batch.row_ids.tolist(), batch.tokens, batch.policy.advantages, batch.lengths.tolist(), strict=True
     )
-    return {row: (tokens[:n].tolist(), own[:n].tolist()) for row, tokens, own, n in rows}
+    return {row: (tokens[:n].tolist(), values[:n].tolist()) for row, tokens, values, n in rows}
 
 
 @pytest.mark.parametrize("make", [made_groups.batch, made_groups.episode_batch])
 def test_every_epoch_has_every_row_once_in_whole_groups_with_their_own_denominators(make):
     batch = make(groups=GROUPS)
-    seen = []
+    epochs = []
     for seed in range(5):
         epoch = redrawn(batch, num_groups=GROUPS, num_updates=UPDATES, seed=seed)
         assert sorted(np.concatenate([u.row_ids for u in epoch]).tolist()) == batch.row_ids.tolist()
         groups = [set(batch.group_ids[torch.from_numpy(u.row_ids)].tolist()) for u in epoch]
-        assert [len(own) for own in groups] == [GROUPS // UPDATES] * UPDATES
-        seen.append(groups)
+        assert [len(ids) for ids in groups] == [GROUPS // UPDATES] * UPDATES
+        epochs.append(groups)
         for update in epoch:
             alone = batch.select(update.row_ids.tolist())
             assert update.denominators.tokens == float(alone.policy.mask.sum())
             assert update.denominators.prompts == GROUPS // UPDATES
         for name in ("tokens", "sequences"):
             assert sum(getattr(u.denominators, name) for u in epoch) == getattr(batch.denominators, name)
-    assert any(groups != seen[0] for groups in seen)
+    assert any(groups != epochs[0] for groups in epochs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_ranks_regroup_their_own_rows_to_the_same_updates(ranks):
-    """However many ranks there are, also those without a row of an update."""
+def test_ranks_regroup_their_rows_to_the_same_updates(ranks):
+    """For any number of ranks, also ranks without a row of an update."""
     batch = made_groups.episode_batch(groups=GROUPS)
     updates = split_updates(batch, num_groups=GROUPS, num_updates=UPDATES)
-    of_rank = list(zip(*(shard(update, ranks) for update in updates), strict=True))
+    by_rank = list(zip(*(shard(update, ranks) for update in updates), strict=True))
     for update in redrawn(batch, num_groups=GROUPS, num_updates=UPDATES, seed=1):
-        parts = [regrouped(own, update) for own in of_rank]
-        found = {row: values for part in parts for row, values in by_id(part).items()}
+        parts = [regrouped(rows, update) for rows in by_rank]
+        merged = {row: values for part in parts for row, values in by_id(part).items()}
         whole = by_id(batch)
-        assert found == {row: whole[row] for row in update.row_ids.tolist()}
+        assert merged == {row: whole[row] for row in update.row_ids.tolist()}
         assert sum(map(len, parts)) == len(update.row_ids)
         assert all(part.denominators == update.denominators for part in parts)
 
 
 @pytest.mark.parametrize("policy_loss", sorted(POLICY_LOSSES))
-def test_the_gradient_of_an_epoch_without_denominators_does_not_depend_on_who_is_in_which_update(policy_loss):
+def test_the_gradient_of_an_epoch_without_denominators_does_not_depend_on_the_grouping(policy_loss):
     """With token-sum the updates of an epoch add up to one update of the whole batch."""
     generator = torch.Generator().manual_seed(0)
     batch = made_groups.batch(groups=GROUPS, reference=False)
@@ -79,8 +79,8 @@ def test_the_gradient_of_an_epoch_without_denominators_does_not_depend_on_who_is
     def gradient(parts):
         logprobs = (batch.policy.rollout_logprobs + noise).requires_grad_()
         for part in parts:
-            own = logprobs[part.row_ids, : part.tokens.shape[1]]
-            batch_loss(own, part, settings)[0].backward()
+            rows = logprobs[part.row_ids, : part.tokens.shape[1]]
+            batch_loss(rows, part, settings)[0].backward()
         return logprobs.grad
 
     updates = split_updates(whole, num_groups=GROUPS, num_updates=UPDATES)
@@ -104,34 +104,32 @@ def ids(epochs):
 
 
 def test_updates_of_later_epochs_follow_from_the_seed_and_the_step():
-    """So that a resumed run has those of a run without an interruption."""
+    """A resumed run then has the updates of an uninterrupted run."""
     groups = scored(*(group_of([1, 0], [2, 3]) for _ in range(4)))
-    found = [ids(make_updates(configured(), groups, step, kl_coef=0.0)[1]) for step in range(6)]
+    first = [ids(make_updates(configured(), groups, step, kl_coef=0.0)[1]) for step in range(6)]
     again = [ids(make_updates(configured(), groups, step, kl_coef=0.0)[1]) for step in range(6)]
-    assert found == again and all(len(epochs) == 2 for epochs in found)
-    assert len({str(epoch) for epochs in found for epoch in epochs}) > 3
+    assert first == again and all(len(epochs) == 2 for epochs in first)
+    assert len({str(epoch) for epochs in first for epoch in epochs}) > 3
     other = [ids(make_updates(configured(seed=5), groups, step, kl_coef=0.0)[1]) for step in range(6)]
-    assert other != found
+    assert other != first
     plain = fakes.config(batch={"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2})
     assert make_updates(plain, groups, 0, kl_coef=0.0)[1] == []
 
 
-def test_the_tokens_that_are_needed_are_those_of_all_epochs():
-    """Two beginnings of 40 tokens, two groups of each, two updates: 4 x 40 tokens or 2 x 40, as they are
-    dealt.
-    """
-    made = group_of([1, 0], [2, 2], prompt_tokens=41)
-    groups = [replace(made, prompt=prompt_of(made, first=i % 2, last=i)) for i in range(4)]
-    seen = set()
+def test_the_needed_tokens_cover_all_epochs():
+    """Two prefixes of 40 tokens, two groups of each, two updates: 4 x 40 or 2 x 40 tokens by the grouping."""
+    group = group_of([1, 0], [2, 2], prompt_tokens=41)
+    groups = [replace(group, prompt=prompt_of(group, first=i % 2, last=i)) for i in range(4)]
+    sizes = set()
     for step in range(6):
         config = configured()
         updates, later = make_updates(config, scored(*groups), step, kl_coef=0.0)
-        every = [*updates, *(regrouped(updates, own) for epoch in later for own in epoch)]
+        every = [*updates, *(regrouped(updates, update) for epoch in later for update in epoch)]
         computed = [stream_of(update) for update in every]
         staged = Staging(config, fakes.World(), Moments())._stage(step, ScoredBatch(scored(*groups)), 0.0)
         assert staged.needed_tokens == pytest.approx(sum(computed) / len(every))
-        seen.add(staged.needed_tokens)
-    assert len(seen) > 1
+        sizes.add(staged.needed_tokens)
+    assert len(sizes) > 1
 
 
 def prompt_of(group, *, first, last):
@@ -145,7 +143,7 @@ def stream_of(update):
 
 
 def test_no_update_of_any_epoch_is_left_without_rows():
-    """Two of four groups have a signal. Where an update of a later epoch has none of them, its rows stay."""
+    """Two of four groups have a signal. If an update of a later epoch has neither, its rows stay."""
     silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
     groups = scored(useful, silent, useful, silent)
     for step in range(20):
@@ -154,25 +152,23 @@ def test_no_update_of_any_epoch_is_left_without_rows():
         assert {0, 1, 4, 5} <= kept
         for update in (u for epoch in later for u in epoch):
             assert kept & set(update.row_ids.tolist())
-            assert update.denominators.sequences == 4  # idle ones count
+            assert update.denominators.sequences == 4  # idle samples count
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
-def test_demonstrations_and_what_teachers_give_stay_with_their_update(top_k):
+def test_demonstrations_and_teacher_log_probs_stay_with_their_update(top_k):
     batch = made_groups.mixed_batch(top_k=top_k)
     updates = [batch, replace(batch, row_ids=batch.row_ids + 100)]
     rows = [batch.row_ids.numpy()[::2], batch.row_ids.numpy()[1::2] + 100]
-    for own in rows:
-        found = regrouped(updates, made_update(np.concatenate(rows), demonstrated=7.0))
-        assert set(own.tolist()) <= set(found.row_ids.tolist()) and found.denominators.demonstrated == 7.0
-        assert found.demonstrated.shape == found.tokens.shape
-        for kept in found.row_ids.tolist() if top_k else ():
-            at, size = found.row_ids.tolist().index(kept), int(batch.lengths[kept % 100])
+    for part in rows:
+        update = regrouped(updates, made_update(np.concatenate(rows), demonstrated=7.0))
+        assert set(part.tolist()) <= set(update.row_ids.tolist()) and update.denominators.demonstrated == 7.0
+        assert update.demonstrated.shape == update.tokens.shape
+        for row in update.row_ids.tolist() if top_k else ():
+            at, size = update.row_ids.tolist().index(row), int(batch.lengths[row % 100])
             for name in ("top_ids", "top_logprobs"):
-                ours, theirs = (
-                    getattr(found.teacher, name)[at, :size],
-                    getattr(batch.teacher, name)[kept % 100, :size],
-                )
+                ours = getattr(update.teacher, name)[at, :size]
+                theirs = getattr(batch.teacher, name)[row % 100, :size]
                 assert ours.shape == (size, top_k) and torch.equal(ours, theirs)
 
 

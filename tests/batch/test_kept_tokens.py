@@ -1,4 +1,4 @@
-"""Sampling masks travel with their samples: through records, files, batches, updates and epochs."""
+"""Sampling masks stay with their samples through records, files, batches, updates and epochs."""
 
 import pickle
 from dataclasses import replace
@@ -22,15 +22,15 @@ def same(a, b):
 
 
 def lists_of(kept):
-    """Unpack, position after position: [] where all tokens were kept."""
-    found, ids, bits = [], kept.ids.tolist(), iter(kept.bits)
+    """Unpack by position: [] where all tokens were kept."""
+    lists, ids, bits = [], kept.ids.tolist(), iter(kept.bits)
     for count, listed in zip(kept.counts.tolist(), kept.are_listed, strict=True):
         if listed:
-            found.append(ids[:count])
+            lists.append(ids[:count])
             del ids[:count]
         else:
-            found.append(np.flatnonzero(np.unpackbits(next(bits), bitorder="little")).tolist())
-    return found
+            lists.append(np.flatnonzero(np.unpackbits(next(bits), bitorder="little")).tolist())
+    return lists
 
 
 def test_a_mask_takes_no_more_than_a_list_or_a_bit_for_each_token():
@@ -50,7 +50,7 @@ def test_a_mask_takes_no_more_than_a_list_or_a_bit_for_each_token():
 
 
 def test_messages_and_checkpoints_keep_masks(tmp_path):
-    """Of further rows, too. Samples without masks take no byte more, and the records of a run have none."""
+    """Also of further rows. Samples without masks take no extra byte, and the records of a run have none."""
     plain = made_groups.episode_groups(rewritten=0.6)
     groups = made_groups.truncated(plain, V)
     made_groups.check_stored(groups, tmp_path, "kept", same)
@@ -69,28 +69,26 @@ def test_a_batch_its_updates_and_later_epochs_have_the_masks_of_their_rows():
     rows = [row.kept for g in groups for r in g.rollouts for row in r.rows]
     assert len(rows) > sum(len(g.rollouts) for g in groups) and None in rows
     assert all(map(same, batch.kept, rows))
-    for own in (*shard(batch, 2), *split_updates(batch, num_groups=3, num_updates=3)):
-        assert all(same(kept, rows[row]) for kept, row in zip(own.kept, own.row_ids.tolist(), strict=True))
     updates = split_updates(batch, num_groups=3, num_updates=3)
-    for update in redrawn(batch, num_groups=3, num_updates=3, seed=1):
-        own = regrouped(updates, update)
-        assert all(same(kept, rows[row]) for kept, row in zip(own.kept, own.row_ids.tolist(), strict=True))
+    later = [regrouped(updates, u) for u in redrawn(batch, num_groups=3, num_updates=3, seed=1)]
+    for part in (*shard(batch, 2), *updates, *later):
+        assert all(same(kept, rows[row]) for kept, row in zip(part.kept, part.row_ids.tolist(), strict=True))
     both = with_demonstrations(batch, made_groups.demonstrations(3), first_row=len(batch))
     assert both.kept[: len(rows)] == batch.kept and both.kept[len(rows) :] == (None,) * 3
     assert all(map(same, pickle.loads(pickle.dumps(batch)).kept, rows))
     assert made_groups.batch_of(made_groups.episode_groups()).kept is None
 
 
-def test_an_episode_has_the_masks_of_its_actions_and_none_of_given_tokens():
+def test_an_episode_has_the_masks_of_its_actions_and_none_of_observed_tokens():
     prompt = Prompt("p", np.array([1, 2], np.int32), "1", "test", task=Task("guess"))
     row = Dialogue(None, prompt)._rows[0]
     row.add(replace(generated([5, 6]), kept=KeptTokens.from_lists([[5, 9], [6]], V)))
     row.give([7, 8])
     row.add(replace(generated([5]), kept=KeptTokens.from_lists([range(2, V)], V)))
-    row.give([3])  # behind the last action: no part of the sample
-    own = row.arrays()
-    assert own["completion_ids"].tolist() == [5, 6, 7, 8, 5]
-    assert lists_of(own["kept"]) == [[5, 9], [6], [], [], list(range(2, V))]
+    row.give([3])  # after the last action: not part of the sample
+    arrays = row.arrays()
+    assert arrays["completion_ids"].tolist() == [5, 6, 7, 8, 5]
+    assert lists_of(arrays["kept"]) == [[5, 9], [6], [], [], list(range(2, V))]
 
 
 def test_metrics_say_how_many_tokens_were_kept():
@@ -107,5 +105,5 @@ def test_metrics_say_how_many_tokens_were_kept():
 
 def test_which_samples_need_masks():
     truncated = (Sampling(top_p=0.9), Sampling(top_k=5), Sampling(0.5, min_p=0.1))
-    assert all(own.is_truncated and not own.untruncated.is_truncated for own in truncated)
+    assert all(s.is_truncated and not s.untruncated.is_truncated for s in truncated)
     assert not Sampling(0.0, top_p=0.9).is_truncated and not Sampling(0.3).is_truncated

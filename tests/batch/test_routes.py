@@ -1,4 +1,4 @@
-"""The experts of each token travel with its sample: through records, files, batches and micro-batches."""
+"""The experts of each token stay with its sample through records, files, batches and micro-batches."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -17,22 +17,23 @@ from tests.support.made_groups import shard
 
 
 def routed(groups):
-    """Return ``groups`` whose token t of row i of the batch has expert 16 i + t in layer 0, modulo 256."""
-    made, row = [], 0
+    """Return ``groups`` with routes: token t of row i has expert 16 i + t in layer 0, modulo 256."""
+    result, row = [], 0
     for group in groups:
         rollouts = []
         for rollout in group.rollouts:
-            own = []
-            for one in rollout.rows:
-                context = context_ids(group.prompt, one)
-                count = len(context) + len(one.completion_ids) - 1
+            routes = []
+            for part in rollout.rows:
+                context = context_ids(group.prompt, part)
+                count = len(context) + len(part.completion_ids) - 1
                 numbers = (16 * row + np.arange(count)) % 256
-                own.append(HeldRoutes(np.stack([numbers, numbers * 0], 1)[:, :, None].astype(np.uint8)))
+                routes.append(HeldRoutes(np.stack([numbers, numbers * 0], 1)[:, :, None].astype(np.uint8)))
                 row += 1
-            further = tuple(replace(f, routes=r) for f, r in zip(rollout.further_rows, own[1:], strict=True))
-            rollouts.append(replace(rollout, routes=own[0], further_rows=further))
-        made.append(replace(group, rollouts=tuple(rollouts)))
-    return made
+            pairs = zip(rollout.further_rows, routes[1:], strict=True)
+            further = tuple(replace(f, routes=r) for f, r in pairs)
+            rollouts.append(replace(rollout, routes=routes[0], further_rows=further))
+        result.append(replace(group, rollouts=tuple(rollouts)))
+    return result
 
 
 def batch_of(groups):
@@ -41,7 +42,7 @@ def batch_of(groups):
 
 
 def firsts(batch):
-    return [None if own is None else int(own.fetch()[0, 0, 0]) for own in batch.routes]
+    return [None if routes is None else int(routes.fetch()[0, 0, 0]) for routes in batch.routes]
 
 
 def same(a, b):
@@ -49,7 +50,7 @@ def same(a, b):
 
 
 def test_messages_and_checkpoints_keep_routes(tmp_path):
-    """Of further rows, too. The records of a run do not fetch them."""
+    """Also of further rows. The records of a run do not fetch them."""
     groups = routed(made_groups.episode_groups(rewritten=0.6))
     made_groups.check_stored(groups, tmp_path, "routes", same)
 
@@ -62,7 +63,7 @@ def test_a_batch_has_the_routes_of_its_rows():
     assert firsts(batch.select([3, 1])) == [48, 16]
     halves = shard(batch, 2)
     assert sorted(firsts(halves[0]) + firsts(halves[1])) == sorted(firsts(batch))
-    assert all(firsts(own) == [16 * i % 256 for i in own.row_ids.tolist()] for own in halves)
+    assert all(firsts(half) == [16 * i % 256 for i in half.row_ids.tolist()] for half in halves)
     updates = split_updates(batch, num_groups=3, num_updates=3)
     assert [first for update in updates for first in firsts(update)] == firsts(batch)
     assert batch_of(made_groups.episode_groups()).routes is None
@@ -74,7 +75,7 @@ def test_demonstrations_have_no_routes():
     assert firsts(both) == [*firsts(batch), None, None, None]
 
 
-def test_every_token_of_a_micro_batch_has_its_own_routes():
+def test_every_token_of_a_micro_batch_has_its_routes():
     """Padded and packed; the last token of a row, padding and an empty micro-batch have none."""
     groups = routed(made_groups.episode_groups(samples=2))
     batch = batch_of(groups)
@@ -82,23 +83,24 @@ def test_every_token_of_a_micro_batch_has_its_own_routes():
         micro = MicroBatches(10_000, kernel, 8, torch.device("cpu"))
         part = micro.part(batch, [4, 0])
         layout = micro.layout(part, part.wanted)
-        found = layout.routes[:, 0, 0].tolist()
-        wanted = [[*((16 * row + t) % 256 for t in range(int(batch.lengths[row]) - 1)), -1] for row in (4, 0)]
+        actual = layout.routes[:, 0, 0].tolist()
+        lengths = batch.lengths.tolist()
+        expected = [[*((16 * row + t) % 256 for t in range(lengths[row] - 1)), -1] for row in (4, 0)]
         if kernel is None:
             width = layout.tokens.shape[1]
-            assert found == [e for own in wanted for e in [*own, *[-1] * (width - len(own))]]
+            assert actual == [e for row in expected for e in [*row, *[-1] * (width - len(row))]]
         else:
-            flat = wanted[0] + wanted[1]
-            assert found == [*flat, *[-1] * (layout.tokens.shape[1] - len(flat))]
+            flat = expected[0] + expected[1]
+            assert actual == [*flat, *[-1] * (layout.tokens.shape[1] - len(flat))]
         blank = micro.part(batch, [])
         assert micro.layout(blank, blank.wanted).routes is None
 
 
 def test_the_budget_of_a_micro_batch_counts_a_prompt_for_each_way_it_was_routed(monkeypatch):
-    """Samples whose prompt took other experts do not share it: the stream has it as often as it is planned.
-    Ranks do not fetch routes to plan.
+    """Samples whose prompt took other experts do not share it; plan and stream count it equally often. Ranks
+    plan without fetching routes.
     """
-    monkeypatch.setattr(MicroBatches, "max_over_ranks", lambda _, own: own)
+    monkeypatch.setattr(MicroBatches, "max_over_ranks", lambda _, value: value)
     alike = made_groups.batch(groups=3, samples=4)
     rng = np.random.default_rng(0)
     routes = tuple(
@@ -117,7 +119,7 @@ def test_the_budget_of_a_micro_batch_counts_a_prompt_for_each_way_it_was_routed(
         sizes[name] = sum(widths)
     assert sizes["other"] == int(alike.lengths.sum()) > sizes["alike"]
     fetched = []
-    unfetched = tuple(Unfetched(own, fetched) for own in routes)
+    unfetched = tuple(Unfetched(held, fetched) for held in routes)
     assert micro.plan(replace(alike, routes=unfetched)) == micro.plan(other) and fetched == []
 
 
@@ -137,15 +139,13 @@ class Unfetched:
 
 
 def test_an_episode_has_the_routes_of_its_last_request():
-    """A request reads the whole row, so its routes are those of every token before."""
+    """A request reads the whole row, so its routes cover every earlier token."""
     prompt = Prompt("p", np.array([1, 2], np.int32), "", "", task=Task("e"))
-    dialogue = Dialogue(
-        SimpleNamespace(text=str, parse=lambda *_: SimpleNamespace(text="a"), ids=lambda _: [9]), prompt
-    )
+    renderer = SimpleNamespace(text=str, parse=lambda *_: SimpleNamespace(text="a"), ids=lambda _: [9])
+    dialogue = Dialogue(renderer, prompt)
     first, last = (HeldRoutes(np.zeros((size, 1, 1), np.uint8)) for size in (3, 6))
     dialogue.add_action(generated([5, 6], -1.0, routes=first))
     dialogue._rows[-1].give([9])
     dialogue.add_action(generated([5, 6], -1.0, routes=last))
     rollout = dialogue.rollout(0, "stop")
-    assert rollout.routes is last
-    assert len(rollout.completion_ids) == 5
+    assert rollout.routes is last and len(rollout.completion_ids) == 5

@@ -18,7 +18,7 @@ from tests.support.made_groups import shard
 
 
 def group(prompt, completions, rewards):
-    """Completion token i was sampled with log-prob -i / 10."""
+    """Return a group; completion token i has log-prob -i / 10."""
     rollouts = tuple(
         Rollout(
             prompt_uid="p", sample=i, completion_ids=np.array(ids, np.int32),
@@ -59,16 +59,10 @@ def test_rows_are_prompt_then_completion_and_only_the_completion_is_trained():
     assert batch.policy.advantages.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, -1, 0, 0], [0] * 6, [0] * 6]
     torch.testing.assert_close(batch.policy.rollout_logprobs[0], torch.tensor([0, 0, 0, 0, -0.1, -0.2]))
     assert batch.policy.ref_logprobs.tolist() == [
-        [0, 0, 0, -3, -3, -3],
-        [0, 0, 0, -1, 0, 0],
-        [0] * 6,
-        [0, -1, 0, 0, 0, 0],
-    ]
-    assert (batch.denominators.tokens, batch.denominators.sequences, batch.policy.max_tokens) == (
-        5.0,
-        3.0,
-        16,
-    )
+        [0, 0, 0, -3, -3, -3], [0, 0, 0, -1, 0, 0], [0] * 6, [0, -1, 0, 0, 0, 0],
+    ]  # fmt: skip
+    sizes = batch.denominators
+    assert (sizes.tokens, sizes.sequences, batch.policy.max_tokens) == (5.0, 3.0, 16)
     assert batch.row_ids.tolist() == list(range(len(batch)))
     assert batch.tokens.dtype == torch.int64 and batch.policy.advantages.dtype == torch.float32
 
@@ -112,10 +106,8 @@ def test_batching_reads_read_only_arrays_and_shares_no_memory_with_them():
     ],
 )
 def test_advantages_are_computed_over_the_whole_step_group_by_group(estimator, std, expected):
-    def of(rewards):
-        return group([1], [[EOS]] * len(rewards), rewards)
-
-    groups = [of([1, 0, 0, 1, 0, 0, 0, 0]), of([0.7, 0.7]), of([math.nan, 1])]
+    rewards = [1, 0, 0, 1, 0, 0, 0, 0], [0.7, 0.7], [math.nan, 1]
+    groups = [group([1], [[EOS]] * len(values), values) for values in rewards]
     actual = sample_advantages(groups, credit(estimator, std=std))
     right, wrong = expected
     np.testing.assert_allclose(actual[0], [right, wrong, wrong, right, wrong, wrong, wrong, wrong], rtol=3e-6)
@@ -123,7 +115,7 @@ def test_advantages_are_computed_over_the_whole_step_group_by_group(estimator, s
     assert all(a.dtype == np.float32 for a in actual)
 
 
-def test_updates_hold_whole_groups_in_order_with_their_own_denominators():
+def test_updates_hold_whole_groups_in_order_with_their_denominators():
     batch = made_groups.batch(groups=6, samples=3)
     parts = split_updates(batch, num_groups=6, num_updates=3)
     assert [len(p) for p in parts] == [6, 6, 6]
@@ -133,10 +125,8 @@ def test_updates_hold_whole_groups_in_order_with_their_own_denominators():
         assert width == int(batch.lengths[rows].max())
         assert torch.equal(part.tokens, batch.tokens[rows, :width])
         assert torch.equal(part.policy.advantages, batch.policy.advantages[rows, :width])
-        assert (
-            part.denominators.tokens == float(batch.policy.mask[rows].sum())
-            and part.denominators.sequences == 6.0
-        )
+        assert part.denominators.tokens == float(batch.policy.mask[rows].sum())
+        assert part.denominators.sequences == 6.0
     assert sum(p.denominators.tokens for p in parts) == batch.denominators.tokens
     assert split_updates(batch, num_groups=6, num_updates=1) == [batch]
 
@@ -148,17 +138,13 @@ def test_sharding_deals_every_row_once_balances_tokens_and_keeps_the_denominator
     parts = shard(batch, ranks)
     assert len(parts) == ranks
     rows = [tuple(t[:n].tolist()) for p in parts for t, n in zip(p.tokens, p.lengths, strict=True)]
-    assert sorted(rows) == sorted(
-        tuple(t[:n].tolist()) for t, n in zip(batch.tokens, batch.lengths, strict=True)
-    )
+    whole = [tuple(t[:n].tolist()) for t, n in zip(batch.tokens, batch.lengths, strict=True)]
+    assert sorted(rows) == sorted(whole)
     load = [int(p.lengths.sum()) for p in parts]
     assert max(load) - min(load) <= int(batch.lengths.max())
     assert min(len(p) for p in parts) >= min(1, len(batch) // ranks)
-    assert all(
-        (p.denominators.tokens, p.denominators.sequences)
-        == (batch.denominators.tokens, batch.denominators.sequences)
-        for p in parts
-    )
+    sizes = [(p.denominators.tokens, p.denominators.sequences) for p in (batch, *parts)]
+    assert set(sizes) == {sizes[0]}
     again = shard(batch, ranks)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(parts, again, strict=True))
 

@@ -1,5 +1,5 @@
-"""How much of the prompts that could be computed once is: the tokens that an update needs at least, P + sum R
-for each group, as a share of those that the ranks' micro-batches compute.
+"""The share of prompts computed only once: the tokens that an update needs at least, P + sum R per group,
+over the tokens that the ranks' micro-batches compute.
 """
 
 from pathlib import Path
@@ -22,19 +22,23 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted((ROOT / "configs/bench").glob("*.yaml"))
 
 
+def group_of(prompt, lengths):
+    def rollout(i, n):
+        ids, logprobs, versions = (np.zeros(n, dtype) for dtype in (np.int32, np.float32, np.int32))
+        return Rollout(prompt.uid, i, ids, logprobs, "stop", "", versions)
+
+    rollouts, size = tuple(rollout(i, n) for i, n in enumerate(lengths)), len(lengths)
+    return Group(prompt, rollouts, np.zeros(size, np.float32), {}, ("",) * size)
+
+
 def step_of(config, prompt_tokens, step):
-    """Return the batch of a step with the lengths that the bench forces; no two prompts begin alike."""
+    """Return the batch of a step with the bench's lengths; no two prompts share a prefix."""
     cap, groups = config.sampling.max_new_tokens, []
     for n in range(config.batch.prompts_per_step):
         prompt = Prompt(f"p{n}", np.full(prompt_tokens, n, np.int32), "", "made")
         seeds = [request_seed(0, step, prompt.uid, i) for i in range(config.batch.samples_per_prompt)]
         lengths = lengths_of(seeds, config.bench.lengths, cap=cap, uid=prompt.uid)
-        own = tuple(
-            Rollout(prompt.uid, i, np.zeros(n, np.int32), np.zeros(n, np.float32), "stop", "",
-                    np.zeros(n, np.int32))
-            for i, n in enumerate(lengths)
-        )  # fmt: skip
-        groups.append(Group(prompt, own, np.zeros(len(own), np.float32), {}, ("",) * len(own)))
+        groups.append(group_of(prompt, lengths))
     advantages = [np.ones(len(g.rollouts), np.float32) for g in groups]
     return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=cap)
 
@@ -63,27 +67,21 @@ def test_nine_tenths_of_the_shared_prompts_of_every_bench_are_computed_once(path
 
 
 def test_a_prompt_longer_than_its_completions_is_computed_once_for_each_micro_batch():
-    """Eight samples of 1 token behind a prompt of 99: 107 tokens, or 2 x 99 + 8 in two micro-batches."""
-    prompt = Prompt("p", np.zeros(99, np.int32), "", "made")
-    one = [np.zeros(1, kind) for kind in (np.int32, np.float32, np.int32)]
-    own = tuple(Rollout("p", i, one[0], one[1], "stop", "", one[2]) for i in range(8))
-    group = Group(prompt, own, np.zeros(8, np.float32), {}, ("",) * 8)
+    """Eight samples of 1 token after a prompt of 99: 107 tokens, or 2 x 99 + 8 in two micro-batches."""
+    group = group_of(Prompt("p", np.zeros(99, np.int32), "", "made"), [1] * 8)
     batch = make_batch([group], [np.ones(8, np.float32)], ref_logprobs=None, max_new_tokens=1)
     assert computed(batch, 1000) == needed_tokens([batch]) == 99 + 8 and computed(batch, 103) == 2 * 99 + 8
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_several_prompts_begin_with_is_needed_once(ranks):
-    """Worked examples of 31 tokens in front of 8 that differ, 4 samples of 5 tokens, 16 prompts: 31 + 16 x
+def test_a_prefix_of_several_prompts_is_needed_once(ranks):
+    """16 prompts with the same 31 tokens before 8 different ones, 4 samples of 5 tokens each: 31 + 16 x
     (8 + 20) tokens; each further micro-batch or rank has the 31 once more.
     """
     groups = []
     for n in range(16):
         ids = np.r_[np.full(31, 99), np.full(8, n)].astype(np.int32)
-        prompt = Prompt(f"p{n}", ids, "", "made")
-        one = [np.zeros(5, kind) for kind in (np.int32, np.float32, np.int32)]
-        own = tuple(Rollout(prompt.uid, i, one[0], one[1], "stop", "", one[2]) for i in range(4))
-        groups.append(Group(prompt, own, np.zeros(4, np.float32), {}, ("",) * 4))
+        groups.append(group_of(Prompt(f"p{n}", ids, "", "made"), [5] * 4))
     batch = make_batch(groups, [np.ones(4, np.float32)] * 16, ref_logprobs=None, max_new_tokens=5)
     assert needed_tokens([batch]) == 31 + 16 * 28
     parts = shard(batch, ranks)

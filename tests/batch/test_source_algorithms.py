@@ -1,5 +1,5 @@
-"""Advantage, loss and weight of the KL term by source: each source has the numbers that it has alone, over
-the denominators of the whole update.
+"""Advantage, loss and KL weight per source: each source has the numbers that it has alone, over the
+denominators of the whole update.
 """
 
 from dataclasses import replace
@@ -20,15 +20,15 @@ from tests.support.made_groups import group_of, shard
 WIDE = {"loss": {"clip_low": 0.5, "clip_high": 0.5, "dual_clip": 3}}
 
 
-def of_source(group, source, uid=""):
+def with_source(group, source, uid=""):
     return replace(group, prompt=replace(group.prompt, source=source, uid=f"{source}{uid}"))
 
 
 def configured(sources, *, prompts=2, samples=4, environment="none", **settings):
-    """Return a configuration with these sources: name -> its part of the algorithm, or None."""
+    """Return a configuration with ``sources``, which maps names to `algorithm` overrides or None."""
     train = [
-        {"path": f"{name}.jsonl"} | ({} if own is None else {"algorithm": own})
-        for name, own in sources.items()
+        {"path": f"{name}.jsonl"} | ({} if overrides is None else {"algorithm": overrides})
+        for name, overrides in sources.items()
     ]
     algorithm = {"correction": "none", "skip_idle_rows": False} | settings.pop("algorithm", {})
     batch = {"prompts_per_step": prompts, "samples_per_prompt": samples}
@@ -63,14 +63,14 @@ def first_token(batch):
 
 
 def test_advantages_of_two_sources_by_hand():
-    """math: (r - mean) / deviation. code: r - mean of the others. chat: r - mean of all its samples."""
+    """math: (r - mean) / deviation. code: r - mean of the others. chat: r - mean of all samples of chat."""
     config = configured(
         {"math": None, "code": {"advantage": "rloo"}, "chat": {"advantage": "flash_reinforce"}},
         prompts=4, samples=2, algorithm={"advantage": {"eps": 1e-12}},
     )  # fmt: skip
     groups = [
-        of_source(group_of([1, 0], [2, 3]), "math"), of_source(group_of([1, 0], [1, 2]), "chat", 1),
-        of_source(group_of([3, 1], [1, 4]), "code"), of_source(group_of([0, 0], [2, 2]), "chat", 2),
+        with_source(group_of([1, 0], [2, 3]), "math"), with_source(group_of([1, 0], [1, 2]), "chat", 1),
+        with_source(group_of([3, 1], [1, 4]), "code"), with_source(group_of([0, 0], [2, 2]), "chat", 2),
     ]  # fmt: skip
     batch = make(config, groups)
     half = 0.5**0.5
@@ -85,10 +85,10 @@ def test_advantages_of_two_sources_by_hand():
 ])  # fmt: skip
 def test_a_source_has_the_advantages_that_it_has_alone(estimator):
     rng = np.random.default_rng(3)
-    made = [made_groups.episode_group(i, rng) for i in range(4)]
-    made = [replace(g, reward_parts={"math": g.rewards}, baseline_reward=0.3) for g in made]
-    made[1].rewards[2] = np.nan
-    mixed = [of_source(g, ("a", "b")[i % 2], i) for i, g in enumerate(made)]
+    groups = [made_groups.episode_group(i, rng) for i in range(4)]
+    groups = [replace(g, reward_parts={"math": g.rewards}, baseline_reward=0.3) for g in groups]
+    groups[1].rewards[2] = np.nan
+    mixed = [with_source(g, ("a", "b")[i % 2], i) for i, g in enumerate(groups)]
     episodes = {"environment": "calculator"}
     two = configured({"a": None, "b": {"advantage": estimator}}, prompts=4, **episodes)
     alone = configured({"b": None}, algorithm={"advantage": estimator}, **episodes)
@@ -102,10 +102,10 @@ def test_a_source_has_the_advantages_that_it_has_alone(estimator):
     assert torch.equal(batch.policy.advantages[rows, : others.tokens.shape[1]], others.policy.advantages)
 
 
-def test_the_loss_of_a_source_is_its_own_over_the_denominators_of_all():
-    """One token each, ratio 1.4 and advantage 1 or -1: clipped at 1.2 for math, at nothing for code."""
+def test_each_source_has_its_loss_over_the_denominators_of_all():
+    """One token each, ratio 1.4 and advantage 1 or -1: clipped at 1.2 for math, unclipped for code."""
     config = configured({"math": None, "code": WIDE}, samples=2, algorithm={"advantage": {"std": "none"}})
-    groups = [of_source(group_of([2, 0], [1, 1]), name) for name in ("math", "code")]
+    groups = [with_source(group_of([2, 0], [1, 1]), name) for name in ("math", "code")]
     batch = make(config, groups)
     moved = torch.where(batch.policy.mask, batch.policy.rollout_logprobs.double() + np.log(1.4), 0.0)
     unmoved = replace(batch.policy, old_logprobs=batch.policy.rollout_logprobs)
@@ -115,13 +115,13 @@ def test_the_loss_of_a_source_is_its_own_over_the_denominators_of_all():
     assert metrics["policy/clip_high_share"] == 0.25
 
 
-def test_the_weight_of_the_kl_term_is_that_of_the_source():
-    """k2 of a gap of 2 nats is 2, its gradient 2: times 0.1 for math, 0.3 for code and nothing for chat."""
+def test_each_source_has_its_weight_of_the_kl_term():
+    """k2 of a gap of 2 nats is 2, its gradient 2: times 0.1 for math, 0.3 for code and 0 for chat."""
     config = configured(
         {"math": None, "code": {"kl": {"coef": 0.3}}, "chat": {"kl": {"coef": 0.0}}}, prompts=3, samples=2,
         algorithm={"kl": {"coef": 0.1, "estimator": "k2"}},
     )  # fmt: skip
-    groups = [of_source(group_of([1, 1], [1, 1]), name) for name in ("math", "code", "chat")]
+    groups = [with_source(group_of([1, 1], [1, 1]), name) for name in ("math", "code", "chat")]
     batch = make(config, groups, reference=-3.0)
     loss, gradient, metrics = whole_loss(config, batch, batch.policy.rollout_logprobs.double())
     assert loss == pytest.approx(2 * (0.1 + 0.3) * 2 / 6) and metrics["loss/kl"] == pytest.approx(loss)
@@ -132,7 +132,7 @@ def test_the_weight_of_the_kl_term_is_that_of_the_source():
 @pytest.mark.parametrize("in_reward", [False, True])
 def test_a_source_without_a_kl_term_may_be_far_from_the_reference(in_reward):
     """k3 overflows at a gap of -99 nats: 0 times infinity would be NaN. `ref/kl`, which `health.kl_above`
-    bounds and `algorithm.kl.target` steers, is of the samples that are held near the reference.
+    bounds and `algorithm.kl.target` steers, only covers sources with a KL term.
     """
     config = configured(
         {"math": None, "chat": {"kl": {"coef": 0.0}}}, samples=2,
@@ -140,7 +140,7 @@ def test_a_source_without_a_kl_term_may_be_far_from_the_reference(in_reward):
     )  # fmt: skip
     far = group_of([1, 1], [2, 2])
     far = replace(far, rollouts=tuple(replace(r, logprobs=r.logprobs - 99) for r in far.rollouts))
-    groups = [of_source(group_of([1, 1], [1, 1]), "math"), of_source(far, "chat")]
+    groups = [with_source(group_of([1, 1], [1, 1]), "math"), with_source(far, "chat")]
     batch = make(config, groups, reference=-1.0)
     loss, gradient, metrics = whole_loss(config, batch, batch.policy.rollout_logprobs)
     assert loss == 0 and not gradient.any()
@@ -148,18 +148,18 @@ def test_a_source_without_a_kl_term_may_be_far_from_the_reference(in_reward):
     assert batch.policy.advantages.isfinite().all()
 
 
-def test_a_source_with_an_estimator_alone_leaves_the_loss_that_chooses_tokens():
+def test_a_source_with_only_an_estimator_leaves_the_loss_that_chooses_tokens():
     config = configured({"a": None, "b": {"advantage": "rloo"}}, samples=2, algorithm={"loss": "clip_cov"})
-    groups = [of_source(group_of([1, 0], [1, 2]), name) for name in ("a", "b")]
+    groups = [with_source(group_of([1, 0], [1, 2]), name) for name in ("a", "b")]
     assert make(config, groups).policy.loss_ids is None
 
 
-def test_the_weight_of_a_kl_in_the_rewards_is_that_of_the_source():
+def test_each_source_has_its_weight_of_a_kl_in_the_rewards():
     config = configured(
         {"math": None, "code": {"kl": {"coef": 0.3}}}, samples=2,
         algorithm={"kl": {"coef": 0.1, "estimator": "k1", "in_reward": True}},
     )  # fmt: skip
-    groups = [of_source(group_of([1, 1], [1, 2]), name) for name in ("math", "code")]
+    groups = [with_source(group_of([1, 1], [1, 2]), name) for name in ("math", "code")]
     batch = make(config, groups, reference=-3.0)
     assert first_token(batch) == pytest.approx([-0.2, -0.4, -0.6, -1.2])
 
@@ -171,21 +171,21 @@ LOSSES = [
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "prompt-mean-token-mean"])
-def test_two_sources_have_the_sum_of_what_each_has_with_the_others_advantages_0(loss, aggregation):
-    """Against a run that has the loss for all: the gradient of a row is that of its own loss, bit for bit."""
+def test_the_gradient_of_a_row_is_that_of_a_run_with_its_loss_for_all(loss, aggregation):
+    """Bit for bit."""
     rng = np.random.default_rng(5)
-    made = [of_source(made_groups.episode_group(i, rng), ("a", "b")[i % 2], i) for i in range(4)]
+    groups = [with_source(made_groups.episode_group(i, rng), ("a", "b")[i % 2], i) for i in range(4)]
     rest = {"aggregation": aggregation, "kl": {"coef": 0.1}, "correction": {"kind": "tis", "high": 1.1}}
     two = configured({"a": None, "b": {"loss": loss}}, prompts=4, algorithm=rest)
     first, second = (
-        configured({"a": None, "b": None}, prompts=4, algorithm=rest | ({"loss": own} if own else {}))
-        for own in (None, loss)
+        configured({"a": None, "b": None}, prompts=4, algorithm=rest | ({"loss": used} if used else {}))
+        for used in (None, loss)
     )
-    batch = make(two, made, reference=-2.0)
-    known = replace(batch.policy, old_logprobs=batch.policy.rollout_logprobs.nan_to_num() + 0.1)
-    batch = replace(batch, policy=known)
-    now = known.old_logprobs + 0.3 * torch.from_numpy(rng.standard_normal(batch.tokens.shape))
-    plain = replace(batch, policy=replace(known, loss_ids=None))
+    batch = make(two, groups, reference=-2.0)
+    stream = replace(batch.policy, old_logprobs=batch.policy.rollout_logprobs.nan_to_num() + 0.1)
+    batch = replace(batch, policy=stream)
+    now = stream.old_logprobs + 0.3 * torch.from_numpy(rng.standard_normal(batch.tokens.shape))
+    plain = replace(batch, policy=replace(stream, loss_ids=None))
     _, gradient, _ = whole_loss(two, batch, now)
     of_b = torch.isin(batch.group_ids, torch.tensor([1, 3]))[:, None]
     expected = torch.where(of_b, whole_loss(second, plain, now)[1], whole_loss(first, plain, now)[1])
@@ -196,10 +196,11 @@ def test_two_sources_have_the_sum_of_what_each_has_with_the_others_advantages_0(
 def test_no_split_of_the_rows_changes_loss_and_statistics(ranks):
     rng = np.random.default_rng(8)
     names = ("a", "b", "c", "a")
-    made = [of_source(made_groups.episode_group(i, rng), name, i) for i, name in enumerate(names)]
-    own = {"a": None, "b": {"loss": "gspo", "kl": {"coef": 0.2}}, "c": {"loss": "sapo", "advantage": "rloo"}}
-    config = configured(own, prompts=4, algorithm={"kl": {"coef": 0.1}, "aggregation": "seq-mean-token-mean"})
-    batch = make(config, made, reference=-2.0)
+    groups = [with_source(made_groups.episode_group(i, rng), name, i) for i, name in enumerate(names)]
+    by_source = {"b": {"loss": "gspo", "kl": {"coef": 0.2}}, "c": {"loss": "sapo", "advantage": "rloo"}}
+    rest = {"kl": {"coef": 0.1}, "aggregation": "seq-mean-token-mean"}
+    config = configured({"a": None} | by_source, prompts=4, algorithm=rest)
+    batch = make(config, groups, reference=-2.0)
     noise = torch.from_numpy(rng.standard_normal(batch.tokens.shape)) * 0.2
     objective = Objective(config.algorithm, of_sources=tuple(config.source_algorithms.values()))
 
@@ -212,8 +213,8 @@ def test_no_split_of_the_rows_changes_loss_and_statistics(ranks):
         loss, stats = 0.0, {}
         for part in split:
             now = (part.policy.rollout_logprobs + noise[part.row_ids, : part.tokens.shape[1]]).double()
-            value, own_stats = batch_loss(now.nan_to_num(), part, objective)
-            loss, stats = loss + value.item(), add_stats(stats, own_stats) if stats else own_stats
+            value, more = batch_loss(now.nan_to_num(), part, objective)
+            loss, stats = loss + value.item(), add_stats(stats, more) if stats else more
         return loss, finish_stats(stats)
 
     whole, metrics = total([batch])
@@ -222,20 +223,20 @@ def test_no_split_of_the_rows_changes_loss_and_statistics(ranks):
     assert [set(half.policy.loss_ids.tolist()) for half in halves] == [{0, 1}, {0, 2}]
 
 
-def test_a_source_without_parts_of_its_own_changes_nothing():
-    groups = [of_source(group_of([1, 0], [2, 3]), "math"), of_source(group_of([1, 0], [2, 3]), "code")]
+def test_a_source_without_overrides_changes_nothing():
+    groups = [with_source(group_of([1, 0], [2, 3]), "math"), with_source(group_of([1, 0], [2, 3]), "code")]
     batch = make(configured({"math": None, "code": None}, samples=2), groups)
     assert batch.policy.loss_ids is None and batch.policy.kl_weights is None
 
 
-def test_signals_greedy_answers_and_samples_that_suffice_follow_the_source():
+def test_signals_greedy_answers_and_the_least_samples_follow_the_source():
     config = configured(
         {"math": None, "code": {"advantage": "remax"}, "chat": {"advantage": {"name": "pass_at_k", "k": 2}}}
     )
     rule = SignalRule(config.algorithm, by_source=config.source_algorithms)
     one = group_of([1, 1, 1, 1], [1] * 4, baseline_reward=0.0)
     two_right = group_of([1, 1, 1, 0], [1] * 4)
-    assert [rule(of_source(one, name)) for name in ("math", "code")] == [False, True]
-    assert [rule(of_source(two_right, name)) for name in ("math", "chat")] == [True, False]
+    assert [rule(with_source(one, name)) for name in ("math", "code")] == [False, True]
+    assert [rule(with_source(two_right, name)) for name in ("math", "chat")] == [True, False]
     draw = GroupDraw.from_config(config)
     assert (draw.with_baseline, draw.baselines, draw.least) == (False, {"code": True, "chat": False}, 3)

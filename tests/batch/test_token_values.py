@@ -20,42 +20,42 @@ from tests.support.made_groups import shard
 @pytest.fixture
 def groups():
     rng = np.random.default_rng(1)
-    made = [made_groups.group(i, rng, samples=3) for i in range(4)]
+    result = [made_groups.group(i, rng, samples=3) for i in range(4)]
     unscored = np.array([np.nan, 1.0, 0.0], np.float32)
-    return [*made[:3], replace(made[3], rewards=unscored)]
+    return [*result[:3], replace(result[3], rewards=unscored)]
 
 
 def batch_of(groups, *, reference=True):
-    """Sample s of group g has the advantage 10 g + s and the reference log-prob -(10 g + s)."""
+    """Return a batch; sample s of group g has advantage 10 g + s and reference log-prob -(10 g + s)."""
     advantages = [np.float32(10 * g) + np.arange(3, dtype=np.float32) for g in range(len(groups))]
-    known = [
+    ref_logprobs = [
         np.full(len(r.completion_ids), -(10 * g + i), np.float32)
         for g, group in enumerate(groups)
         for i, r in enumerate(group.rollouts)
     ]
-    return make_batch(groups, advantages, ref_logprobs=known if reference else None, max_new_tokens=12)
+    return make_batch(groups, advantages, ref_logprobs=ref_logprobs if reference else None, max_new_tokens=12)
 
 
 def test_values_return_to_their_samples_for_any_split_of_rows(groups):
     updates = split_updates(batch_of(groups), num_groups=4, num_updates=2)
     parts = [part for update in updates for part in shard(update, 2)]
     logprobs = {row: np.full(1, row, np.float32) for part in parts for row in part.row_ids.tolist()}
-    found = by_sample(groups, values_of_rows(parts, tokens=True), logprobs)
+    by_id = by_sample(groups, values_of_rows(parts, tokens=True), logprobs)
     for g, group in enumerate(groups):
         for i, rollout in enumerate(group.rollouts):
             if np.isnan(group.rewards[i]):
-                assert ("p3", i) not in found  # unscored, so not trained
+                assert ("p3", i) not in by_id  # unscored, so not trained
                 continue
-            values = found[group.prompt.uid, i]
+            values = by_id[group.prompt.uid, i]
             np.testing.assert_array_equal(values.advantages, np.full(len(rollout.completion_ids), 10 * g + i))
             np.testing.assert_array_equal(values.ref_logprobs, -values.advantages)
             assert values.trainer_logprobs.tolist() == [3 * g + i]
 
 
 def test_without_a_kl_term_and_an_update_only_advantages_are_recorded(groups):
-    found = by_sample(groups, values_of_rows([batch_of(groups, reference=False)], tokens=True), {})
-    assert all(v.ref_logprobs is None and v.trainer_logprobs is None for v in found.values())
-    assert len(found) == 11
+    values = by_sample(groups, values_of_rows([batch_of(groups, reference=False)], tokens=True), {})
+    assert all(v.ref_logprobs is None and v.trainer_logprobs is None for v in values.values())
+    assert len(values) == 11
 
 
 def test_a_table_with_token_values_reads_back_as_one_without(groups, tmp_path):
@@ -89,7 +89,7 @@ def test_the_loop_records_token_values_for_the_requested_steps():
             for row, r in enumerate(rollouts)
             if values[r.prompt_uid, r.sample].trainer_logprobs is not None
         }
-        assert trained and all(row == told for row, told in trained.items())
+        assert trained and all(row == value for row, value in trained.items())
     assert world.keeps_logprobs == [False, True, False, True, False]
 
 
@@ -103,8 +103,8 @@ def test_the_advantage_of_every_sample_is_recorded_at_every_step():
         for group in world.sampled_groups[name]:
             ids = torch.zeros(len(group.rewards), dtype=torch.long)
             expected = grpo(torch.from_numpy(group.rewards.copy()), ids)
-            told = [values[group.prompt.uid, i].advantage for i in range(len(group.rewards))]
-            np.testing.assert_allclose(told, expected, atol=1e-6)
+            recorded = [values[group.prompt.uid, i].advantage for i in range(len(group.rewards))]
+            np.testing.assert_allclose(recorded, expected, atol=1e-6)
 
 
 def test_phases_of_a_step_are_recorded_in_order():

@@ -23,7 +23,7 @@ from tests.support import reward_models
 
 from . import sandbox, verdict
 from .events import SUPERVISED, Event
-from .faults import Fault, TornFile, in_starts, in_steps, of_nodes, of_visits
+from .faults import Fault, TornFile, node_faults, start_faults, step_faults, visit_faults
 from .job import CONFIG, Job, python_path
 from .nodes import ELASTIC, OVERRIDES, Nodes
 from .play import Group, Plan, Play, Stuck
@@ -74,15 +74,12 @@ class Chaos:
         self._classifier = reward_models.random(base / "classifier", "outcome")
 
     def run(self) -> list[str]:
-        """Run all jobs and return broken promises.
-
-        Continues after a broken promise, but not after a stuck job.
-        """
+        """Run all jobs; return broken promises. Continues after a broken promise, not after a stuck job."""
         calm = self._job("undisturbed")
-        if not self._play(calm, Plan([], [])) or not self._held(calm, self._of_every_job(calm, [])):
+        if not self._play(calm, Plan([], [])) or not self._passes(calm, self._check_every_job(calm, [])):
             return self._problems
-        undisturbed, own_s = verdict.read_metrics(calm.run_dir), step_s(calm.steps())
-        self._say(f"undisturbed: {len(undisturbed)} steps of {own_s:.2f} s")
+        undisturbed, calm_s = verdict.read_metrics(calm.run_dir), step_s(calm.steps())
+        self._say(f"undisturbed: {len(undisturbed)} steps of {calm_s:.2f} s")
         plan = self._plan()
         shares, failed, idle = [], 0, 0
         while plan and failed < _FAILED_JOBS:
@@ -94,8 +91,8 @@ class Chaos:
                 kinds = ", ".join(fault.kind for fault in (plan.groups or [plan.starting])[0])
                 self._problems.append(f"{job.disk.name}: struck: no moment for {kinds} in {idle} jobs")
                 break
-            shares.append(goodput(job.steps(), own_s))
-            failed += not self._held(job, self._judge(job, undisturbed))
+            shares.append(goodput(job.steps(), calm_s))
+            failed += not self._passes(job, self._judge(job, undisturbed))
             job.family.kill()  # leftovers were reported; they must not affect the next job
             self._shared = _shared_memory()
         print(table(self._events, self._skipped))
@@ -119,9 +116,9 @@ class Chaos:
     def _plan(self) -> Plan:
         options = self._options
         if options.short:
-            return Plan(short_groups(self._box.refusal, self._rng), [self._rng.choice(in_starts())])
+            return Plan(short_groups(self._box.refusal, self._rng), [self._rng.choice(start_faults())])
         wanted = self.kinds
-        starting = [f for f in in_starts() for _ in range(options.each) if f.kind in wanted]
+        starting = [f for f in start_faults() for _ in range(options.each) if f.kind in wanted]
         groups = [g for g in long_groups(self._box.refusal, wanted) for _ in range(options.each)]
         self._rng.shuffle(groups)
         self._rng.shuffle(starting)
@@ -129,9 +126,8 @@ class Chaos:
 
     def _job(self, name: str) -> Job:
         models = f"[{{name: quality, path: {self._classifier}}}]"
-        own = [f"steps={self._options.steps}", f"rewards.models={models}"]
+        overrides = [f"steps={self._options.steps}", f"rewards.models={models}", *self._options.overrides]
         log = self._base / f"{name}.log"
-        overrides = [*own, *self._options.overrides]
         job = Job(self._box.disk / name, self._temporary(), log, overrides, self._nodes)
         self._jobs.append(job)
         return job
@@ -143,7 +139,7 @@ class Chaos:
         return directory
 
     def _play(self, job: Job, plan: Plan) -> bool:
-        """Play the plan. Returns whether the job finished; otherwise records a problem."""
+        """Play the plan. Return whether the job finished; otherwise record a problem."""
         play = Play(job, plan, steps=self._options.steps, rng=self._rng, say=self._say)
         try:
             play.run()
@@ -156,40 +152,40 @@ class Chaos:
             self._skipped |= play.skipped
         return True
 
-    def _held(self, job: Job, found: Mapping[str, str | None]) -> bool:
-        """Record broken promises as problems. Returns whether there were none."""
-        broken = [f"{job.disk.name}: {name}: {problem}" for name, problem in found.items() if problem]
+    def _passes(self, job: Job, checks: Mapping[str, str | None]) -> bool:
+        """Record broken promises as problems. Return whether there are none."""
+        broken = [f"{job.disk.name}: {name}: {problem}" for name, problem in checks.items() if problem]
         self._problems += broken
         return not broken
 
     def _judge(self, job: Job, undisturbed: verdict.Lines) -> dict[str, str | None]:
-        """Check every promise: None, or what is wrong."""
+        """Check every promise. Return None or the problem, by check."""
         lines = verdict.read_metrics(job.run_dir)
         output = {launch: job.output(launch) for launch in range(len(job.begins))}
         mine = [event for event in self._events if event.at >= job.begins[0]]
         other = verdict.difference(lines, undisturbed)
         lost = verdict.unscored(lines)
         otherwise = bool(lost) or self._in_flight or self._fresher(mine)
-        found = self._of_every_job(job, mine) | {
+        checks = self._check_every_job(job, mine) | {
             "noticed": verdict.unnoticed(mine, self._limits),
             "recovered": verdict.unrecovered(mine, self._events, job.steps()[-1][0], self._limits),
             "named": verdict.silent(mine, output),
             "orphans": verdict.orphans(job.family, self._limits.agents_s),
             "shared memory": self._left_in_memory(),
             "accuracy": verdict.inaccurate(lines, undisturbed),
-            # An unscored sample rightly changes the numbers. And timing decides when samples in flight, or a
-            # returning engine, get new weights.
+            # An unscored sample rightly changes the numbers. Timing decides when samples in flight, or a
+            # restarted engine, get new weights.
             "same numbers": None if otherwise else other,
         }
         self._say(f"{job.disk.name}: {len(mine)} events, {len(job.begins)} launches")
         unjudged = {"same numbers"} if otherwise else set()
-        for name, problem in found.items():
+        for name, problem in checks.items():
             print(f"  {name}: {problem or ('not judged' if name in unjudged else 'ok')}")
         if lost:
             print(f"  numbers are others from step {lost[0]} on, which has a sample without score: {other}")
-        return found
+        return checks
 
-    def _of_every_job(self, job: Job, events: Sequence[Event]) -> dict[str, str | None]:
+    def _check_every_job(self, job: Job, events: Sequence[Event]) -> dict[str, str | None]:
         """Check the promises that also hold for an undisturbed job."""
         lines, run_dir, steps = verdict.read_metrics(job.run_dir), job.run_dir, self._options.steps
         return {
@@ -198,7 +194,7 @@ class Chaos:
             or verdict.unbalanced(job.output(len(job.begins) - 1)),
             "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
             "alive": verdict.hung(job.lines, events, self._limits),
-            "survived": _ended(job, events),
+            "survived": verdict.ended([end.code for end in job.ends], events),
         }
 
     def _mismatched(self, lines: verdict.Lines) -> str | None:
@@ -219,11 +215,11 @@ class Chaos:
 
     def _override(self, key: str, default: str) -> str:
         """Return the value of ``key`` from the command line; `job.yaml` does not set it."""
-        given = dict(text.split("=", 1) for text in self._options.overrides)
-        return given.get(key, default)
+        overrides = dict(text.split("=", 1) for text in self._options.overrides)
+        return overrides.get(key, default)
 
     def _left_in_memory(self) -> str | None:
-        in_use = _mapped() if self._box.refusal else ()  # a shared /dev/shm has files of others
+        in_use = _mapped_files() if self._box.refusal else ()  # a shared /dev/shm has other jobs' files
         return verdict.left_in_memory(self._shared, _shared_memory(), in_use)
 
     def _say(self, message: str) -> None:
@@ -234,7 +230,7 @@ class ChaosOfNodes(Chaos):
     """The same on a cluster of several nodes, some of which are lost."""
 
     _name, _settings = "nodes", OVERRIDES
-    _faults: Callable[[], list[Fault]] = staticmethod(of_nodes)
+    _faults: Callable[[], list[Fault]] = staticmethod(node_faults)
 
     @property
     def kinds(self) -> list[str]:
@@ -254,8 +250,8 @@ class ChaosOfNodes(Chaos):
             self._nodes.close()
 
     def _plan(self) -> Plan:
-        wanted = [fault for fault in self._faults() if fault.kind in self.kinds]
-        groups = [[fault] for fault in wanted for _ in range(self._options.each)]
+        faults = [fault for fault in self._faults() if fault.kind in self.kinds]
+        groups = [[fault] for fault in faults for _ in range(self._options.each)]
         self._rng.shuffle(groups)
         return Plan(groups, [])
 
@@ -263,17 +259,17 @@ class ChaosOfNodes(Chaos):
         return super()._job(f"{self._name}-{name}")
 
     def _left_in_memory(self) -> str | None:
-        return verdict.left_in_memory(self._shared, _shared_memory(), _mapped())  # nodes have own files
+        return verdict.left_in_memory(self._shared, _shared_memory(), _mapped_files())  # nodes map files, too
 
 
 class ChaosOfVisits(ChaosOfNodes):
-    """The same with engines that join on nodes that are given, and leave before these are taken."""
+    """The same with engines that join on added nodes, and leave before these are removed."""
 
     _name, _settings = "visits", ELASTIC
-    _faults: Callable[[], list[Fault]] = staticmethod(of_visits)
+    _faults: Callable[[], list[Fault]] = staticmethod(visit_faults)
 
 
-# Faults that can be distinguished strike together, because recovery takes long.
+# Faults with distinct symptoms strike together, because recovery takes long.
 _AT_ONCE = (
     *(tuple(f"{name} {role}" for role in (*SUPERVISED, "grader")) for name in ("SIGKILL", "SIGSTOP")),
     ("disk full", "torn file"),
@@ -283,7 +279,7 @@ _AT_ONCE = (
 def long_groups(refusal: str | None, wanted: Collection[str]) -> list[Group]:
     """Return groups with one event of each of the ``wanted`` kinds."""
     torn = TornFile(kills=refusal is not None or "disk full" not in wanted)
-    kinds = {fault.kind: fault for fault in [*in_steps(refusal), torn] if fault.kind in wanted}
+    kinds = {fault.kind: fault for fault in [*step_faults(refusal), torn] if fault.kind in wanted}
     at_once = [[kinds.pop(kind) for kind in group if kind in kinds] for group in _AT_ONCE]
     return [*filter(None, at_once), *([fault] for fault in kinds.values())]
 
@@ -292,8 +288,8 @@ def short_groups(refusal: str | None, rng: Random) -> list[Group]:
     """Return groups without rare moments, without signals to the driver during steps, and with one of the two
     signals to a policy rank.
 
-    Each of those signals would cost a complete restart; a start gets the driver's instead. Without a disk to
-    fill, the driver of the torn file is killed during its steps.
+    Each omitted signal would cost a complete restart; the driver gets its signal during a start instead.
+    Without a private disk, the torn file's driver is killed during its steps.
     """
     left_out = ("SIGKILL driver", "SIGTERM driver", " at ", rng.choice(["SIGKILL policy", "SIGSTOP policy"]))
     wanted = [kind for kind in _kinds() if not any(part in kind for part in left_out)]
@@ -301,33 +297,27 @@ def short_groups(refusal: str | None, rng: Random) -> list[Group]:
 
 
 def _kinds() -> list[str]:
-    return [fault.kind for fault in (*in_steps(None), *in_starts())]
-
-
-def _ended(job: Job, events: Sequence[Event]) -> str | None:
-    return verdict.ended([end.code for end in job.ends], events)
+    return [fault.kind for fault in (*step_faults(None), *start_faults())]
 
 
 def _shared_memory() -> list[str]:
     return [path.name for path in sandbox.SHARED_MEMORY.iterdir()]
 
 
-def _mapped() -> set[str]:
+def _mapped_files() -> set[str]:
     """Return the names of shared-memory files that any process has mapped."""
-    found = set()
+    names = set()
     for process in psutil.process_iter():
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue
-        found |= {
-            line.rsplit("/", 1)[1] for line in maps.splitlines() if f" {sandbox.SHARED_MEMORY}/" in line
-        }
-    return found
+        names |= {row.rsplit("/", 1)[1] for row in maps.splitlines() if f" {sandbox.SHARED_MEMORY}/" in row}
+    return names
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    kinds = [*_kinds(), *(fault.kind for fault in (*of_nodes(), *of_visits()))]
+    kinds = [*_kinds(), *(fault.kind for fault in (*node_faults(), *visit_faults()))]
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--short", action="store_true", help="one event of most kinds, many at once")
     parser.add_argument("--each", type=int, default=20, help="events of each kind (20)")

@@ -13,7 +13,7 @@ from .job import Job
 
 # Roles whose workers the job replaces and reports.
 SUPERVISED = ("rollout", "reward", "reward-model-quality", "reference", "environment")
-# Those, and the one that restarts from a checkpoint as a whole.
+# Also the role that restarts from a checkpoint as a whole.
 MISSED = (*SUPERVISED, "policy")
 
 
@@ -34,15 +34,13 @@ class Event:
     torn: str | None = None  # the checkpoint file that was damaged
 
     def look(self, job: Job) -> bool:
-        """Return whether the job has recovered.
-
-        The victim is gone, its replacement serves or the run restarted from a checkpoint, and the run is a
-        step further than before.
+        """Return whether the job has recovered: the victim is gone, its replacement serves or the run has
+        resumed from a checkpoint, and the run has finished a further step.
         """
         if self.victim is not None and lives(self.victim):
             return False
         if self.victim is not None and self.role is None and self.exit_code is None:
-            return False  # the driver is gone, but `Job.poll` has not reported the end of its launch yet
+            return False  # the driver is gone, but `Job.poll` has not reported the end of the launch
         since = self.at
         if self.role in MISSED and self.exit_code is None:
             self.noticed = self.noticed or self._reported_at(job, "is lost")
@@ -65,25 +63,24 @@ class Event:
         return True
 
     def _reported_at(self, job: Job, words: str, role: str | None = None) -> float | None:
-        """Return when the job first printed ``words`` about ``role``, else this event's, after this event.
-
-        Output of another Ray thread may precede it on the line, up to the "m" that ends a colour code.
+        """Return when the job, after this event, first printed ``words`` about ``role`` (None: the event's).
+        Another Ray thread's output may precede them on the line, up to the "m" that ends a colour code.
         """
-        of_role = re.compile(rf"{role or self.role}-\d+ {words}")
+        pattern = re.compile(rf"{role or self.role}-\d+ {words}")
         lines = (line for line in list(job.lines) if line.at > self.at)
-        return next((line.at for line in lines if of_role.search(line.text)), None)
+        return next((line.at for line in lines if pattern.search(line.text)), None)
 
 
 @dataclass
 class Visit(Event):
-    """A node was given to the job; it goes, with notice, once an engine has joined on it, ``noticed``."""
+    """A node was added; it is removed, with notice, once an engine has joined on it (``noticed``)."""
 
-    announce: Callable[[], None] = lambda: None  # that the node will go
+    announce: Callable[[], None] = lambda: None  # gives notice of the removal
     take: Callable[[], None] = lambda: None
     taken: bool = False
 
     def look(self, job: Job) -> bool:
-        """Return whether the engine has joined and left, the node is gone, and the run is a step further."""
+        """Return whether the engine joined and left, the node is gone, and a further step is finished."""
         if self.noticed is None:
             self.noticed = self._reported_at(job, "has joined", "rollout")
             if self.noticed is not None:
@@ -98,7 +95,7 @@ class Visit(Event):
         return self.recovered is not None
 
     def end(self) -> None:
-        """Take the node, once."""
+        """Remove the node, once."""
         if not self.taken:
             self.taken = True
             self.take()

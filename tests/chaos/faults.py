@@ -28,7 +28,7 @@ _PIDFD_GETFD = 438  # the number of the system call, on every architecture
 
 
 class Skip(Exception):
-    """Why this kind of fault is impossible on this machine."""
+    """The reason why this kind of fault is impossible on this machine."""
 
 
 class Fault(Protocol):
@@ -65,11 +65,11 @@ class Worker(Plain):
         return super().ready(job) and bool(self._victims(job))
 
     def _victims(self, job: Job) -> list[psutil.Process]:
-        return [p for p in job.family.of_role(self.role) if self.at in (None, doing(p))]
+        return [p for p in job.family.workers(self.role) if self.at in (None, doing(p))]
 
     def strike(self, job: Job, rng: Random) -> Event:
-        # The call may have ended meanwhile; then any worker of the role is the victim.
-        victim = rng.choice(self._victims(job) or job.family.of_role(self.role))
+        # If the call has ended meanwhile, any worker of the role is the victim.
+        victim = rng.choice(self._victims(job) or job.family.workers(self.role))
         event = event_of(self, job, doing(victim), role=self.role, victim=victim)
         victim.send_signal(self.number)
         return event
@@ -77,7 +77,7 @@ class Worker(Plain):
 
 @dataclass(frozen=True)
 class NodeLoss(Plain):
-    """Kills the node of a worker of ``role`` with all that runs on it."""
+    """Kills the node of a worker of ``role``, with everything on it."""
 
     role: str
 
@@ -86,15 +86,15 @@ class NodeLoss(Plain):
         return f"node of {self.role} lost"
 
     def ready(self, job: Job) -> bool:
-        return super().ready(job) and bool(job.family.of_role(self.role))
+        return super().ready(job) and bool(job.family.workers(self.role))
 
     def strike(self, job: Job, rng: Random) -> Event:
         if job.nodes is None:
             raise Skip("the job has no nodes to lose")
-        found = [worker for worker in job.family.of_role(self.role) if job.nodes.holds(worker)]
-        if not found:
-            raise Skip("Ray had put that worker on the head node")
-        victim = rng.choice(found)
+        workers = [worker for worker in job.family.workers(self.role) if job.nodes.holds(worker)]
+        if not workers:
+            raise Skip("Ray placed the worker on the head node")
+        victim = rng.choice(workers)
         event = event_of(self, job, doing(victim), role=self.role, victim=victim)
         job.nodes.lose(victim)
         return event
@@ -102,23 +102,19 @@ class NodeLoss(Plain):
 
 @dataclass(frozen=True)
 class NodeVisit(Plain):
-    """Adds a node to the cluster of a job that can have more engines; takes it away once one has joined."""
+    """Adds a node to the cluster of an elastic job; removes it once an engine has joined."""
 
     kind: str = "node given and taken"
 
     def strike(self, job: Job, rng: Random) -> Event:
         if job.nodes is None:
-            raise Skip("the job has no cluster to which a node could be given")
+            raise Skip("the job has no cluster that could get a node")
         event = event_of(self, job, "running")
         nodes, node = job.nodes, job.nodes.give()
         return Visit(
-            event.kind,
-            event.at,
-            event.step,
-            event.phase,
-            announce=lambda: nodes.announce(node),
+            event.kind, event.at, event.step, event.phase, announce=lambda: nodes.announce(node),
             take=lambda: nodes.take(node),
-        )
+        )  # fmt: skip
 
     def while_down(self, job: Job, rng: Random, event: Event) -> None:
         assert isinstance(event, Visit)
@@ -165,9 +161,8 @@ class FullDisk(Plain):
 
 @dataclass(frozen=True)
 class TornFile(Plain):
-    """Kills the driver and truncates or changes one of its files before the next launch.
-
-    Without ``kills``, another fault of the group ends the run.
+    """Kills the driver and truncates or changes one of its files before the next launch. Without ``kills``,
+    another fault of the group ends the run.
     """
 
     kills: bool = True
@@ -199,11 +194,11 @@ class CutConnection(Plain):
         return super().ready(job) and bool(connections(job))
 
     def strike(self, job: Job, rng: Random) -> Event:
-        found = connections(job)
-        pair = rng.choice(sorted({c.pair for c in found}))  # each pair is equally likely
-        chosen = rng.choice([c for c in found if c.pair == pair])
+        candidates = connections(job)
+        pair = rng.choice(sorted({c.pair for c in candidates}))  # each pair is equally likely
+        connection = rng.choice([c for c in candidates if c.pair == pair])
         event = event_of(self, job, pair)
-        reset(chosen)
+        reset(connection)
         return event
 
 
@@ -240,21 +235,20 @@ def connections(job: Job) -> list[Connection]:
 
 
 def reset(connection: Connection) -> None:
-    """Give both ends ECONNRESET.
-
-    pidfd_getfd(2) duplicates the socket into this process, and connecting it to AF_UNSPEC resets it.
+    """Give both ends ECONNRESET: pidfd_getfd(2) duplicates the socket into this process, and connecting it to
+    AF_UNSPEC resets it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     pidfd = os.pidfd_open(connection.process.pid)
     try:
-        taken = libc.syscall(_PIDFD_GETFD, pidfd, connection.descriptor, 0)
+        duplicate = libc.syscall(_PIDFD_GETFD, pidfd, connection.descriptor, 0)
     finally:
         os.close(pidfd)
-    if taken < 0:
+    if duplicate < 0:
         raise Skip(f"sockets of another process are not accessible ({os.strerror(ctypes.get_errno())})")
-    with closing(socket.socket(fileno=taken)):
-        nothing = ctypes.create_string_buffer(16)  # struct sockaddr of AF_UNSPEC
-        libc.connect(taken, nothing, 16)
+    with closing(socket.socket(fileno=duplicate)):
+        unspecified = ctypes.create_string_buffer(16)  # struct sockaddr of AF_UNSPEC
+        libc.connect(duplicate, unspecified, 16)
 
 
 def checkpoints(job: Job) -> list[Path]:
@@ -263,7 +257,7 @@ def checkpoints(job: Job) -> list[Path]:
 
 
 def tear_checkpoint(job: Job, rng: Random) -> str:
-    """Truncate a random file of the newest checkpoint, or flip one bit. Returns its relative name."""
+    """Truncate a random file of the newest checkpoint, or flip one bit. Return its relative name."""
     newest = checkpoints(job)[-1]
     path = rng.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size))
     content = bytearray(path.read_bytes())
@@ -284,7 +278,7 @@ def tear_line(job: Job, rng: Random) -> None:
         file.write(last[: rng.randrange(1, len(last))])
 
 
-def in_steps(refusal: str | None) -> list[Fault]:
+def step_faults(refusal: str | None) -> list[Fault]:
     """Return one fault of each kind that strikes during steps. ``refusal``: see `sandbox.Sandbox`."""
     hurt = [
         Worker(role, number)
@@ -302,16 +296,16 @@ def in_steps(refusal: str | None) -> list[Fault]:
     return [*hurt, *ends, CutConnection()]
 
 
-def of_nodes() -> list[Fault]:
+def node_faults() -> list[Fault]:
     """Return one fault of each kind for a job on several nodes."""
     return [NodeLoss(role) for role in ("rollout", "policy", "reward")]
 
 
-def of_visits() -> list[Fault]:
-    """Return one fault of each kind for a job whose engines may become more."""
+def visit_faults() -> list[Fault]:
+    """Return one fault of each kind for a job with elastic engines."""
     return [NodeVisit()]
 
 
-def in_starts() -> list[Fault]:
+def start_faults() -> list[Fault]:
     """Return one fault of each kind that strikes while the job starts."""
     return [Driver(signal.SIGKILL, starting=True), Driver(signal.SIGTERM, starting=True)]

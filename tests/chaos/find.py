@@ -1,5 +1,4 @@
-"""Finds the processes of one job: those with its mark, their descendants, and those seen before.
-
+"""Finds the processes of one job: the ones with its mark, and their descendants, also later orphans.
 No other process is ever signalled, because other jobs run on the same machine.
 """
 
@@ -26,17 +25,12 @@ _TITLES = {
     "grader": "grpo_dist.rewards.child",
     "tool": "grpo_dist.environments.sandbox.zygote",
 }
-# Of a cluster of nodes: a run's own Ray starts none. A raylet names its agent in its arguments.
+# Only clusters of nodes have one: a run's private Ray starts none. A raylet names its agent in its arguments.
 _DASHBOARD = "/ray/dashboard/dashboard.py"
 _OF_RAY = (
-    "/ray/core/",
-    "/ray/_private/",
-    "/ray/autoscaler/",
-    "/ray/dashboard/",
-    "ray::IDLE",
-    "Agent",
+    "/ray/core/", "/ray/_private/", "/ray/autoscaler/", "/ray/dashboard/", "ray::IDLE", "Agent",
     "ray-dashboard",
-)
+)  # fmt: skip
 
 
 class Family:
@@ -47,17 +41,17 @@ class Family:
         self._known: dict[int, psutil.Process] = {}
 
     def living(self) -> list[psutil.Process]:
-        """Return all live processes except zombies. Those that lost parent and environment are remembered."""
+        """Return all live processes except zombies. Remembers the ones that lose parent and environment."""
         for process in psutil.process_iter():
             if process.pid not in self._known and self._belongs(process):
                 self._known[process.pid] = process
         self._known = {pid: process for pid, process in self._known.items() if lives(process)}
         return [process for process in self._known.values() if not self._spared(process)]
 
-    def of_role(self, role: str) -> list[psutil.Process]:
+    def workers(self, role: str) -> list[psutil.Process]:
         """Return workers of ``role`` that are alive and not stopped, by pid."""
-        found = [p for p in self.living() if _has_role(p, role) and not is_stopped(p)]
-        return sorted(found, key=lambda p: p.pid)
+        workers = [p for p in self.living() if _has_role(p, role) and not is_stopped(p)]
+        return sorted(workers, key=lambda p: p.pid)
 
     def kill(self) -> None:
         """Kill all processes of the job, including those started meanwhile."""
@@ -79,10 +73,10 @@ class Family:
 
 
 def is_of_ray(process: psutil.Process) -> bool:
-    """Return whether the process is Ray's own: a server, an agent, a helper of one, or an idle worker."""
+    """Return whether the process is part of Ray: a server, an agent, a helper of one, or an idle worker."""
     if any(text in title(process) for text in _OF_RAY):
         return True
-    with suppress(psutil.Error):  # multiprocessing's helpers of the dashboard have no name of Ray's
+    with suppress(psutil.Error):  # the dashboard's multiprocessing helpers have no Ray name
         parent = process.parent()
         return parent is not None and _DASHBOARD in title(parent)
     return False
@@ -94,8 +88,8 @@ def role_of(process: psutil.Process) -> str | None:
 
 
 def _has_role(process: psutil.Process, role: str) -> bool:
-    """Match a worker by command line, except the guardian of a grader: its loss would go unnoticed. A tool is
-    the process of an episode, whose keeper is its parent, and the zygote the parent of that.
+    """Match a worker by command line, except a grader's guardian: its loss would go unnoticed. A tool is the
+    process of an episode; its parent is the keeper, its grandparent the zygote.
     """
     wanted = _TITLES[role]
     if wanted not in title(process):
@@ -121,7 +115,7 @@ def doing(process: psutil.Process) -> str:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Return whether the process is alive: no zombie, and no other process with the same id."""
+    """Return whether the process is alive: not a zombie, nor another process with the same id."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,4 +1,4 @@
-"""The run: one command, started again until it succeeds, and its output with times."""
+"""The run: one command, restarted until it succeeds, and its output with timestamps."""
 
 from __future__ import annotations
 
@@ -49,17 +49,13 @@ class Job:
         directory: its `output_dir`.
         temporary: directory of Ray's sessions; a short path, because it holds sockets.
         log: file that receives all output.
-        nodes: cluster to run on; None for a Ray of its own.
+        nodes: cluster to run on; None: a private Ray.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        temporary: Path,
-        log: Path,
-        overrides: Sequence[str],
+        self, directory: Path, temporary: Path, log: Path, overrides: Sequence[str],
         nodes: Nodes | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._temporary, self._log, self._overrides = temporary, log, list(overrides)
         self.disk = directory
         self.run_dir = directory / "run"
@@ -79,17 +75,11 @@ class Job:
 
     def launch(self) -> None:
         command = [sys.executable, "-m", "grpo_dist.cli", "train", str(CONFIG), f"output_dir={self.disk}"]
-        own = _ROOT / "tests/support"
-        command += [f"code_paths=[{own}]", *self._overrides]
+        command += [f"code_paths=[{_ROOT / 'tests/support'}]", *self._overrides]
         self._process = subprocess.Popen(
-            command,
-            cwd=self._temporary,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+            command, cwd=self._temporary, env=self._environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
         self.begins.append(time.monotonic())
         # Processes of a killed driver may keep the pipe open, so nothing waits for this thread.
         Thread(target=self._listen, args=(self._process, len(self.ends)), daemon=True).start()
@@ -120,8 +110,8 @@ class Job:
 
     def steps(self) -> list[tuple[float, int]]:
         """Return (time, step) of every finished step, over all launches."""
-        found = ((line.at, _STEP.match(line.text)) for line in list(self.lines))
-        return [(at, int(match[1])) for at, match in found if match]
+        matches = ((line.at, _STEP.match(line.text)) for line in list(self.lines))
+        return [(at, int(match[1])) for at, match in matches if match]
 
     def last_step(self) -> int:
         """Return the last finished step of all launches."""

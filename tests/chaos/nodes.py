@@ -1,11 +1,11 @@
-"""A cluster of several nodes on this machine, for a job that loses nodes, or is given some.
+"""A cluster of several nodes on this machine, for a job that loses or gains nodes.
 
-    head        no CPU: Ray's own processes, and workers that need no CPU
-    node 1..3   one CPU each: an engine or a rank, and what else Ray places there
+    head        no CPU: Ray's processes, and workers that need no CPU
+    node 1..3   one CPU each: an engine or a rank, and whatever else Ray places there
 
 A node is a raylet with its processes. Losing a node kills all of them, as if the machine were switched off.
-An empty node then joins, as from an autoscaler. A node that is given has one CPU, too, for one more engine;
-its loss is announced.
+An empty node then joins, as from an autoscaler. An added node also has one CPU, for one more engine; its
+removal is announced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .find import MARK, Family, is_of_ray
 NODES = 3  # an engine and two ranks
 OVERRIDES = (
     "cluster.placement=separate", "rollout.num_workers=1", "rollout.threads=1", "policy.threads=1",
-    "rewards.num_workers=2",  # so that one is seldom on the head alone
+    "rewards.num_workers=2",  # so that the head rarely has all of them
 )  # fmt: skip
 ELASTIC = (*(text for text in OVERRIDES if "rollout.num" not in text), "rollout.num_workers={min: 1, max: 2}")
 NOTICE_S = 120
@@ -38,7 +38,7 @@ class Nodes:
     """``temporary`` holds Ray's sessions; ``path`` is the PYTHONPATH of workers."""
 
     def __init__(self, temporary: Path, path: str) -> None:
-        from tests.support.several_nodes import PatientCluster  # Ray, which the short form does without
+        from tests.support.several_nodes import PatientCluster  # imports Ray, which the short form does not
 
         self.mark = uuid.uuid4().hex
         self._environment = {MARK: self.mark, "PYTHONPATH": path, "RAY_TMPDIR": str(temporary)}
@@ -54,11 +54,11 @@ class Nodes:
         return self._cluster.address
 
     def family(self) -> Family:
-        """Return the processes of a job on these nodes, without the nodes' own."""
+        """Return the processes of a job on these nodes, without Ray's."""
         return Family(self.mark, spared=is_of_ray)
 
     def holds(self, worker: psutil.Process) -> bool:
-        """Whether ``worker`` runs on a node that can be lost."""
+        """Return whether ``worker`` runs on a node that can be lost."""
         return self._node_of(worker) is not None
 
     def lose(self, worker: psutil.Process) -> None:
@@ -74,7 +74,7 @@ class Nodes:
             return self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
 
     def announce(self, node) -> None:  # type: ignore[no-untyped-def]
-        """Have Ray drain the node: it goes in ``NOTICE_S`` seconds."""
+        """Have Ray drain the node, which is removed in ``NOTICE_S`` seconds."""
         ray = str(Path(sys.executable).with_name("ray"))
         place = ["--address", self.address, "--node-id", node.node_id]
         why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "it is taken"]

@@ -13,7 +13,7 @@ from .job import Job
 
 _POLL_S = 0.05
 _FAMILY_S = 0.5  # interval of scans for processes of the job
-STILL_S = 1800.0  # without a finished step for so long, a job is stuck, even on a busy machine
+STILL_S = 1800.0  # a job without a finished step for this long is stuck, even on a busy machine
 _LEFT = 4  # no fault strikes in the last steps of a job
 _USELESS = 3  # consecutive undisturbed launches without a finished step
 _BETWEEN_S = 2.0  # longest pause between groups
@@ -95,7 +95,7 @@ class Play:
         if now - self._looked > _FAMILY_S:
             self._job.family.living()
             self._looked = now
-        # Before polling the job: events that are over by then were not cut short by its end.
+        # Before polling the job: an event that is over now was not cut short by the job's end.
         self._open = [(fault, event) for fault, event in self._open if not event.look(self._job)]
         if (end := self._job.poll()) is not None:
             self._ended(end.code)

@@ -27,15 +27,11 @@ def _row(kind: str, events: list[Event]) -> tuple[str, ...]:
     recovered = [event.recovered - event.at for event in events if event.recovered is not None]
     phases = Counter(event.phase for event in events)
     return (
-        kind,
-        str(len(events)),
+        kind, str(len(events)),
         ", ".join(f"{count} x exit {code}" for code, count in sorted(ends.items())) or "-",
-        _seconds(noticed, 50),
-        _seconds(recovered, 50),
-        _seconds(recovered, 95),
-        _seconds(recovered, 100),
+        _seconds(noticed, 50), _seconds(recovered, 50), _seconds(recovered, 95), _seconds(recovered, 100),
         ", ".join(f"{phase} {count}" for phase, count in phases.most_common(4)),
-    )
+    )  # fmt: skip
 
 
 def _seconds(values: list[float], percentile: float) -> str:
@@ -48,10 +44,8 @@ def step_s(steps: Sequence[tuple[float, int]]) -> float:
 
 
 def goodput(steps: Sequence[tuple[float, int]], undisturbed_s: float) -> float:
-    """Return the time of the undisturbed run / the time of this one, from the first to the last finished
-    step.
-
-    The rest was spent on detection, restarts and repeated steps.
+    """Return the undisturbed run's time / this run's time, from the first to the last finished step.
+    Detection, restarts and repeated steps take the rest.
     """
     wall_s = steps[-1][0] - steps[0][0]
     return (steps[-1][1] - steps[0][1]) * undisturbed_s / wall_s

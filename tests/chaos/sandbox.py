@@ -18,10 +18,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Sandbox:
-    """``disk`` holds the job's runs.
-
-    ``refusal`` tells why disk and /dev/shm are shared; None if both are private.
-    """
+    """``disk`` holds the job's runs. ``refusal``: why disk and /dev/shm are shared; None: both private."""
 
     disk: Path
     refusal: str | None

@@ -1,11 +1,9 @@
-"""The short form of `make chaos`: a real job that loses one of everything; its checks, each on a failure."""
+"""The short form of `make chaos`: a real job that loses one of everything; and each check on a failure."""
 
 import os
 import subprocess
 import sys
-import time
 import uuid
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
@@ -15,22 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.chaos import sandbox, verdict
-from tests.chaos.__main__ import (
-    Chaos,
-    _kinds,
-    _options,
-    long_groups,
-    short_groups,
-)
+from tests.chaos.__main__ import Chaos, _kinds, _options, long_groups, short_groups
 from tests.chaos.events import Event
 from tests.chaos.faults import Connection, reset
 from tests.chaos.find import MARK, Family, is_of_ray
-from tests.chaos.job import End, Line
+from tests.chaos.job import End, Line, python_path
 from tests.chaos.play import STILL_S
 from tests.chaos.report import goodput, table
 from tests.support.patience import HANG_S, wait_for_end, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 LINES = [{"step": i, "reward/mean": i / 10, "reward/unscored": 0.0, "time/step_s": 1.0} for i in (1, 2, 3, 4)]
 
 
@@ -44,7 +35,7 @@ UNBALANCED = "but the ledger does not balance: ledger.jsonl: prompt p3 was sampl
 
 
 @pytest.mark.parametrize(
-    ("found", "problem"),
+    ("result", "problem"),
     [
         (verdict.unfinished(LINES, 4), None),
         (verdict.unfinished(LINES, 5), "[1, 2, 3, 4], expected 1 to 5"),
@@ -65,8 +56,8 @@ UNBALANCED = "but the ledger does not balance: ledger.jsonl: prompt p3 was sampl
         (verdict.left_in_memory(["a"], ["a", "b"]), "1 file(s) of shared memory: b"),
     ],
 )
-def test_each_broken_promise_is_reported_and_only_those(found, problem):
-    assert found is None if problem is None else problem in found
+def test_each_broken_promise_is_reported_and_only_those(result, problem):
+    assert result is None if problem is None else problem in result
 
 
 def test_all_kinds_are_played_and_a_file_is_torn_only_after_its_driver_ended():
@@ -81,11 +72,11 @@ def test_all_kinds_are_played_and_a_file_is_torn_only_after_its_driver_ended():
         groups = long_groups(refusal, wanted)
         (torn,) = [f for group in groups for f in group if f.kind == "torn file"]
         assert torn.kills == kills
-    drawn = [{f.kind for group in short_groups(None, Random(seed)) for f in group} for seed in range(20)]
+    by_seed = [{f.kind for group in short_groups(None, Random(seed)) for f in group} for seed in range(20)]
     at_syncs = {kind for kind in everything if kind.endswith("_weights")}
     never = {"SIGKILL driver", "SIGTERM driver", *at_syncs}
-    assert set(everything) - set().union(*drawn) == never and len(at_syncs) == 4
-    assert {len(kinds & {"SIGKILL policy", "SIGSTOP policy"}) for kinds in drawn} == {1}
+    assert set(everything) - set().union(*by_seed) == never and len(at_syncs) == 4
+    assert {len(kinds & {"SIGKILL policy", "SIGSTOP policy"}) for kinds in by_seed} == {1}
 
 
 @pytest.mark.parametrize(
@@ -93,21 +84,21 @@ def test_all_kinds_are_played_and_a_file_is_torn_only_after_its_driver_ended():
     [
         ("ray::IDLE", False, 0),
         ("/ray/autoscaler/_private/monitor.py", False, 0),
-        ("/ray/dashboard/dashboard.py", True, 0),  # a child's command names multiprocessing alone
+        ("/ray/dashboard/dashboard.py", True, 0),  # a child's command only names multiprocessing
         ("ray-dashboard-NodeHead-0", False, 0),
         ("/ray/core/src/ray/raylet/raylet --agent=/ray/dashboard/agent.py", True, 1),  # a worker
     ],
 )
 def test_processes_of_nodes_do_not_belong_to_a_job_on_them(title, with_child, of_the_job):
-    mine = uuid.uuid4().hex
+    mark = uuid.uuid4().hex
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     command = [sys.executable, "-c", f"{child if with_child else 'input()'}  # {title}"]
-    family = Family(mine)
-    with subprocess.Popen(command, env=os.environ | {MARK: mine}, stdin=subprocess.PIPE) as own:
+    family = Family(mark)
+    with subprocess.Popen(command, env=os.environ | {MARK: mark}, stdin=subprocess.PIPE) as launched:
         try:
             wait_until(lambda: len(family.living()) == 1 + with_child, "the processes do not start")
-            left = [process.pid for process in Family(mine, spared=is_of_ray).living()]
-            assert len(left) == of_the_job and own.pid not in left
+            pids = [process.pid for process in Family(mark, spared=is_of_ray).living()]
+            assert len(pids) == of_the_job and launched.pid not in pids
         finally:
             family.kill()
 
@@ -135,8 +126,8 @@ def test_a_token_of_other_weights_than_the_step_is_reported(tmp_path, version, f
     for step, versions in ((1, [0, 0]), (2, [1, version])):
         rows = pa.table({"uid": ["a"], "policy_versions": [versions]})
         pq.write_table(rows, samples / f"step_{step:06d}.parquet")
-    found = verdict.stale(tmp_path, 2)
-    assert found is None if fresh else f"prompt a: tokens of versions [{version}]" in found
+    problem = verdict.stale(tmp_path, 2)
+    assert problem is None if fresh else f"prompt a: tokens of versions [{version}]" in problem
     assert (verdict.stale(tmp_path, 2, max_staleness=1) is None) == (version < 2)
     (samples / "step_000001.parquet").unlink()
     assert verdict.stale(tmp_path, 2) == "step 1 has no samples"
@@ -144,10 +135,10 @@ def test_a_token_of_other_weights_than_the_step_is_reported(tmp_path, version, f
 
 def test_an_orphan_is_found_by_its_environment_and_only_it_is_ended():
     """Its parent is gone, so it cannot be found by descent."""
-    mine = uuid.uuid4().hex
-    family, others = Family(mine), Family("another")
+    mark = uuid.uuid4().hex
+    family, others = Family(mark), Family("another")
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {MARK: mine}, check=True, timeout=HANG_S)
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {MARK: mark}, check=True, timeout=HANG_S)
     assert others.living() == []
     assert "time.sleep(60)" in verdict.orphans(family, seconds=0.1)
     others.kill()
@@ -175,14 +166,14 @@ def test_an_engine_that_never_returns_is_reported_even_if_the_other_one_finishes
     reference = Event("SIGKILL reference", at=0.0, step=3, phase="idle", role="reference", recovered=99.0)
     after_start = lost("SIGKILL rollout", 0.0, 90.0, exit_code=1, launch_ended=0)
 
-    def found(last_step_at):
+    def error(last_step_at):
         return verdict.unrecovered([*others, gone], [reference, after_start, *others, gone], last_step_at)
 
-    assert found(84.0) is None  # 34 s were left, and one took 34.5 s
-    assert found(90.0) == "SIGKILL rollout at step 3: no recovery in 40.0 s, elsewhere it took 34.5 s at most"
+    assert error(84.0) is None  # 34 s were left, and one took 34.5 s
+    assert error(90.0) == "SIGKILL rollout at step 3: no recovery in 40.0 s, elsewhere it took 34.5 s at most"
     alone = verdict.unrecovered([gone], [reference, after_start, gone], 51.0)
     assert alone == "SIGKILL rollout at step 3: no recovery in 1.0 s, elsewhere it was never seen"
-    assert verdict.unrecovered([gone], [gone], 49.0) is None  # no step after it that could show anything
+    assert verdict.unrecovered([gone], [gone], 49.0) is None  # no later step that could show a recovery
     hung = lost("SIGSTOP rollout", at=40.0, noticed=50.0, **finished)
     assert verdict.unrecovered([hung], [*others, hung], 84.0) is None
     assert "no recovery in 40.0 s" in verdict.unrecovered([hung], [*others, hung], 90.0)
@@ -197,48 +188,40 @@ def ended_by(kind, code, launch=0):
 
 
 def test_an_end_by_a_fault_that_should_be_survived_is_reported():
-    found = verdict.ended([1, 0], [ended_by("SIGKILL policy", 1)])
-    assert found == "SIGKILL policy at step 3 ended the run with 1, expected no end"
-    found = verdict.ended([143, 0], [ended_by("SIGTERM driver", 143)])
-    assert found == "SIGTERM driver at step 3 ended the run with 143, expected [75]"
+    problem = verdict.ended([1, 0], [ended_by("SIGKILL policy", 1)])
+    assert problem == "SIGKILL policy at step 3 ended the run with 1, expected no end"
+    problem = verdict.ended([143, 0], [ended_by("SIGTERM driver", 143)])
+    assert problem == "SIGTERM driver at step 3 ended the run with 143, expected [75]"
     fine = [("SIGTERM driver", 75), ("SIGKILL driver", -9), ("disk full", 1), ("torn file", -9)]
     assert all(verdict.ended([code, 0], [ended_by(kind, code)]) is None for kind, code in fine)
     assert verdict.ended([1, 0], [ended_by("SIGKILL policy", 1), ended_by("disk full", 1)]) is None
     assert verdict.ended([0], [Event("SIGKILL policy", at=0.0, step=3, phase="sample")]) is None
-    assert verdict.ended([0], [ended_by("SIGKILL policy", 0)]) is None  # the job's own end
+    assert verdict.ended([0], [ended_by("SIGKILL policy", 0)]) is None  # the job finished
 
 
-def falling_job(codes):
-    """A job whose launches finish one step each and end with ``codes``."""
-    job = SimpleNamespace(begins=[], ends=[], lines=[], family=SimpleNamespace(living=list))
-
-    def poll():
-        job.ends.append(End(time.monotonic(), codes[len(job.ends)]))
-        return job.ends[-1]
-
-    job.launch = lambda: job.begins.append(time.monotonic())
-    job.poll, job.is_warm, job.was_warm = poll, lambda: True, lambda: True
-    job.steps = lambda: [(at, step) for step, at in enumerate(job.begins, 1)]
-    job.last_step = lambda: len(job.begins)
-    return job
+def finished_job(directory, monkeypatch, lines, begins, ends, *overrides):
+    """Return the chaos of ``overrides`` and a finished job with metrics ``lines``, a step for each launch."""
+    monkeypatch.setattr(verdict, "read_metrics", lambda _: lines)
+    monkeypatch.setattr("tests.chaos.__main__.audit", lambda *_, **__: None)
+    job = SimpleNamespace(
+        begins=begins, ends=ends, lines=[], family=SimpleNamespace(living=list), run_dir=directory,
+        disk=SimpleNamespace(name="job1"), output=lambda _: "",
+        steps=lambda: [(at, step) for step, at in enumerate(begins, 1)],
+    )  # fmt: skip
+    return Chaos(_options(["--steps", "4", *overrides]), directory, sandbox.Sandbox(directory, None)), job
 
 
 def test_a_job_is_checked_for_recovery_and_for_the_reason_of_every_end(tmp_path, monkeypatch):
-    whole = Chaos(_options(["--steps", "4"]), tmp_path, sandbox.Sandbox(tmp_path, None))
-    job = falling_job([])
-    job.begins, job.ends, job.run_dir = [1.0, 2.0], [End(1.5, 1), End(60.0, 0)], tmp_path
-    job.disk, job.output = SimpleNamespace(name="job1"), lambda _: ""
-    before = lost("SIGKILL rollout", at=0.5)  # of a job before this one
-    whole._events = [before, lost("SIGKILL rollout", at=1.8, exit_code=0, launch_ended=1)]
-    monkeypatch.setattr(verdict, "read_metrics", lambda _: LINES)
-    monkeypatch.setattr("tests.chaos.__main__.audit", lambda *_, **__: None)
-    found = whole._judge(job, LINES)
-    assert "no recovery in 0.2 s, elsewhere it was never seen" in found["recovered"]
-    assert found["survived"] == "launch 0 ended with 1, and nothing had been done to it"
-    assert not whole._held(job, found) and f"job1: survived: {found['survived']}" in whole._problems
+    chaos, job = finished_job(tmp_path, monkeypatch, LINES, [1.0, 2.0], [End(1.5, 1), End(60.0, 0)])
+    before = lost("SIGKILL rollout", at=0.5)  # in an earlier job
+    chaos._events = [before, lost("SIGKILL rollout", at=1.8, exit_code=0, launch_ended=1)]
+    checks = chaos._judge(job, LINES)
+    assert "no recovery in 0.2 s, elsewhere it was never seen" in checks["recovered"]
+    assert checks["survived"] == "launch 0 ended with 1, and nothing had been done to it"
+    assert not chaos._passes(job, checks) and f"job1: survived: {checks['survived']}" in chaos._problems
     before.recovered = 2.0
-    assert whole._judge(job, LINES)["recovered"] is None
-    assert whole._held(job, {"recovered": None})
+    assert chaos._judge(job, LINES)["recovered"] is None
+    assert chaos._passes(job, {"recovered": None})
 
 
 @pytest.mark.parametrize(
@@ -248,14 +231,10 @@ def test_a_job_is_checked_for_recovery_and_for_the_reason_of_every_end(tmp_path,
 def test_different_numbers_are_reported_except_after_an_engine_that_returned_ahead(
     tmp_path, monkeypatch, overrides, role, differs
 ):
-    whole = Chaos(_options(["--steps", "4", *overrides]), tmp_path, sandbox.Sandbox(tmp_path, None))
-    job = falling_job([])
-    job.begins, job.ends, job.run_dir = [1.0], [End(60.0, 0)], tmp_path
-    job.disk, job.output = SimpleNamespace(name="job1"), lambda _: ""
-    whole._events = [Event(f"SIGKILL {role}", at=2.0, step=3, phase="sample", role=role)]
-    monkeypatch.setattr(verdict, "read_metrics", lambda _: changed(3, **{"reward/mean": 0.31}))
-    monkeypatch.setattr("tests.chaos.__main__.audit", lambda *_, **__: None)
-    assert bool(whole._judge(job, LINES)["same numbers"]) == differs
+    lines = changed(3, **{"reward/mean": 0.31})
+    chaos, job = finished_job(tmp_path, monkeypatch, lines, [1.0], [End(60.0, 0)], *overrides)
+    chaos._events = [Event(f"SIGKILL {role}", at=2.0, step=3, phase="sample", role=role)]
+    assert bool(chaos._judge(job, LINES)["same numbers"]) == differs
 
 
 def test_an_end_without_an_explanation_is_reported():
@@ -320,21 +299,20 @@ def test_the_end_of_a_driver_is_over_only_when_its_launch_has_ended():
     assert event.look(job)
 
 
-# It ends itself when its job finishes no step for long.
+# No timeout: it ends itself when its job stops finishing steps.
 @pytest.mark.evidence
 @pytest.mark.timeout(0)
 def test_a_job_that_loses_one_of_everything_ends_like_the_undisturbed_one(tmp_path):
-    """The short form. It prints what recovery took; run `make chaos` for twenty of each kind."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    """Prints the recovery times; run `make chaos` for twenty events of each kind."""
     command = [sys.executable, "-m", "tests.chaos", "--short", "--steps", "24", "--seed", "0"]
     command += ["rollout.num_workers=1"]
-    environment = os.environ | {"PYTHONPATH": paths}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     with (tmp_path / "said").open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
         try:
             wait_for_end(process, lambda: (tmp_path / "said").stat().st_size, hang_s=2 * STILL_S)
         finally:
-            process.terminate()  # it ends what it started
+            process.terminate()  # it ends its processes
             process.wait(timeout=HANG_S)
     output = (tmp_path / "said").read_text()
     print(output)

@@ -42,7 +42,7 @@ class Limits:
 
     Attributes:
         noticed_s, node_s: until a lost worker, a lost node is reported.
-        agents_s: until Ray's own processes exit after their raylet.
+        agents_s: until Ray's agents exit after their raylet.
         slower: factor by which a recovery may exceed the slowest other one of its role.
     """
 
@@ -53,10 +53,10 @@ class Limits:
 
 
 MEASURED = Limits()
-# For a busy machine: only that something happens at all counts.
+# For a busy machine, where it only matters that something happens at all.
 BUSY = Limits(noticed_s=900.0, node_s=900.0, agents_s=900.0, slower=20.0)
-_LOOK_S = 10.0  # in which the job locates its processes before it reports a late stage
-_LATE_S = 2.0  # by which two busy cores may delay a watchdog
+_LOOK_S = 10.0  # the job may take this long to locate its processes before it reports a late stage
+_LATE_S = 2.0  # two busy cores may delay a watchdog by this much
 
 
 def unbalanced(output: str) -> str | None:
@@ -73,12 +73,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def unfinished(lines: Lines, steps: int) -> str | None:
     """Check that every step has exactly one line of metrics."""
-    found = [line["step"] for line in lines]
-    return None if found == list(range(1, steps + 1)) else f"metrics of steps {found}, expected 1 to {steps}"
+    done = [line["step"] for line in lines]
+    return None if done == list(range(1, steps + 1)) else f"metrics of steps {done}, expected 1 to {steps}"
 
 
 def stale(run_dir: Path, steps: int, max_staleness: int = 0) -> str | None:
-    """Check that no token has a version older than allowed, or of the future."""
+    """Check that no token has a version older than allowed, or a future one."""
     for step in range(1, steps + 1):
         path = run_dir / "samples" / f"step_{step:06d}.parquet"
         if not path.exists():
@@ -93,16 +93,16 @@ def stale(run_dir: Path, steps: int, max_staleness: int = 0) -> str | None:
 
 
 def _sampled_versions(row: Mapping[str, Any]) -> set[int]:
-    """Return the versions of the tokens that were sampled; an episode has given ones, too."""
+    """Return the versions of the sampled tokens; an episode also has tokens of the environment."""
     sampled = row.get("sampled") or [True] * len(row["policy_versions"])
-    return {version for version, own in zip(row["policy_versions"], sampled, strict=True) if own}
+    return {value for value, is_sampled in zip(row["policy_versions"], sampled, strict=True) if is_sampled}
 
 
 def mismatched(lines: Lines) -> str | None:
     """Check that engines sampled with the weights they reported, by the trainer's log-probs."""
     worst = max(lines, key=lambda line: line.get("mismatch/logprob_diff_max") or 0.0)
-    found = worst.get("mismatch/logprob_diff_max") or 0.0
-    return None if found < _MISMATCH else f"step {worst['step']}: log-probs differ by up to {found:.1e} nats"
+    gap = worst.get("mismatch/logprob_diff_max") or 0.0
+    return None if gap < _MISMATCH else f"step {worst['step']}: log-probs differ by up to {gap:.1e} nats"
 
 
 def difference(lines: Lines, undisturbed: Lines) -> str | None:
@@ -121,8 +121,8 @@ def unscored(lines: Lines) -> list[int]:
 
 def inaccurate(lines: Lines, undisturbed: Lines) -> str | None:
     """Check that the mean reward is within two standard errors of the undisturbed run's."""
-    ours, theirs = ([line["reward/mean"] for line in own if line["reward/mean"] is not None]
-                    for own in (lines, undisturbed))  # fmt: skip
+    ours, theirs = ([line["reward/mean"] for line in run if line["reward/mean"] is not None]
+                    for run in (lines, undisturbed))  # fmt: skip
     error = (statistics.variance(ours) / len(ours) + statistics.variance(theirs) / len(theirs)) ** 0.5
     means = statistics.mean(ours), statistics.mean(theirs)
     if abs(means[0] - means[1]) <= 2 * error:
@@ -157,7 +157,7 @@ def unnoticed(events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
 
 
 def hung(output: Iterable[Line], events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
-    """Check that no stage missed its deadline without a fault during it, or just before it."""
+    """Check that no stage missed its deadline without a fault during the stage or just before it."""
     for line in output:
         if late := _LATE_STAGE.search(line.text):
             begin = line.at - _LOOK_S - float(late[2]) - limits.noticed_s - _LATE_S
@@ -169,8 +169,7 @@ def hung(output: Iterable[Line], events: Sequence[Event], limits: Limits = MEASU
 def unrecovered(
     events: Sequence[Event], everywhere: Sequence[Event], last_step_at: float, limits: Limits = MEASURED
 ) -> str | None:
-    """Check that the job recovered from every fault it survived. ``everywhere`` holds events of all jobs so
-    far.
+    """Check that the job recovered from every fault it survived. ``everywhere``: events of all jobs so far.
 
     The end of the job is an excuse if the time from detection to the last step was shorter than the slowest
     recovery of this role elsewhere. Without any observed recovery it is no excuse: a short job with two
@@ -192,18 +191,15 @@ def unrecovered(
 
 
 def ended(codes: Sequence[int], events: Sequence[Event]) -> str | None:
-    """Check the exit codes of all launches.
-
-    A failed launch needs a fault that may end it, and the exit code of that fault.
-    """
+    """Check the exit codes of all launches: a failed one needs a fault that may end it, and its exit code."""
     for launch, code in enumerate(codes):
-        own = [event for event in events if event.launch_ended == launch]
-        expected = {end for event in own for end in _ENDS.get(event.kind, ())}
+        causes = [event for event in events if event.launch_ended == launch]
+        expected = {end for event in causes for end in _ENDS.get(event.kind, ())}
         if code == 0 or code in expected:
             continue
-        if not own:
+        if not causes:
             return f"launch {launch} ended with {code}, and nothing had been done to it"
-        what = ", ".join(f"{event.kind} at step {event.step}" for event in own)
+        what = ", ".join(f"{event.kind} at step {event.step}" for event in causes)
         return f"{what} ended the run with {code}, expected {sorted(expected) or 'no end'}"
     return None
 
@@ -216,8 +212,8 @@ def silent(events: Sequence[Event], output: Mapping[int, str]) -> str | None:
             if event.exit_code == 0 or "No space left on device" not in text:
                 return f"disk full at step {event.step}: exit code {event.exit_code}, output {text[-200:]!r}"
         if event.torn and event.launch_ended is not None:
-            text = "\n".join(own for launch, own in output.items() if launch > event.launch_ended)
-            # A manifest that is torn itself may blame another file.
+            text = "\n".join(printed for launch, printed in output.items() if launch > event.launch_ended)
+            # A torn manifest may blame another file.
             named = event.torn == "manifest.json" or event.torn in text
             if "damaged checkpoint, not used" not in text or not named:
                 return f"{event.torn} was torn after step {event.step}, and no later launch named it"

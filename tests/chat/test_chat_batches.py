@@ -1,4 +1,4 @@
-"""Batches of texts get the ids that each text gets alone."""
+"""Texts have the same ids in a batch as alone."""
 
 import json
 import random
@@ -13,34 +13,19 @@ from grpo_dist.chat.template import encode_all
 from grpo_dist.demo.tokenizer import character_tokenizer
 
 WORDS = [
-    "the",
-    "x^2",
-    "don't",
-    "12345",
-    "7",
-    "été",
-    "e\u0301",
-    "數學",
-    "\U0001f600",
-    "<|end|>",
-    "a\nb",
-    "\\pi",
-    "!",
-    "/x",
-    "3.14x20",
-    "1\u0301",
-    "\u06621",
-]
+    "the", "x^2", "don't", "12345", "7", "été", "e\u0301", "數學", "\U0001f600", "<|end|>", "a\nb",
+    "\\pi", "!", "/x", "3.14x20", "1\u0301", "\u06621",
+]  # fmt: skip
 SPACES = [" "] * 8 + ["  ", "\n", " \n", "\n ", "\t", "\u00a0", "\u180e ", " \u2003", "\x1c "]
 
 
 def texts(count):
-    draw = random.Random(0)
-    made = ["", " ", "  the", "the ", " the", "\n", " x^2\n "]
+    rng = random.Random(0)
+    samples = ["", " ", "  the", "the ", " the", "\n", " x^2\n "]
     for _ in range(count):
-        words = draw.choices(WORDS, k=draw.randrange(1, 12))
-        made.append("".join(word + draw.choice([*SPACES, ""]) for word in words))
-    return made
+        words = rng.choices(WORDS, k=rng.randrange(1, 12))
+        samples.append("".join(word + rng.choice([*SPACES, ""]) for word in words))
+    return samples
 
 
 def tokenizer(pre_tokenizer, normalizer=None, **end):
@@ -56,12 +41,11 @@ def tokenizer(pre_tokenizer, normalizer=None, **end):
 
 
 def split(pattern):
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    steps = [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    return pre_tokenizers.Sequence(steps)
 
 
 def read_as_bytes(pattern):
@@ -87,27 +71,27 @@ WHOLE = {
 }
 
 
-def encoded(encoder, some):
-    ids, ends = encoder.encode(some)
+def encoded(encoder, batch):
+    ids, ends = encoder.encode(batch)
     return [ids[begin:end].tolist() for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
 def test_each_text_has_the_ids_that_it_has_alone(name, monkeypatch):
-    monkeypatch.setattr("grpo_dist.chat.batches._REMEMBERED", 40)  # words are forgotten meanwhile
+    monkeypatch.setattr("grpo_dist.chat.batches._REMEMBERED", 40)  # words are evicted meanwhile
     monkeypatch.setattr("grpo_dist.chat.batches._FEW", 1)
     monkeypatch.setattr("grpo_dist.chat.batches._AT_ONCE", 150)
-    made = tokenizer(*(CUT | WHOLE)[name])
-    assert cuts_at_spaces(json.loads(made.backend_tokenizer.to_str())) == (name in CUT)
-    encoder = BatchEncoder(made)
-    for some in (texts(400), ["the x^2", "x^2 the 12345"], texts(50)):
-        assert encoded(encoder, some) == encode_all(some, made)
+    loaded = tokenizer(*(CUT | WHOLE)[name])
+    assert cuts_at_spaces(json.loads(loaded.backend_tokenizer.to_str())) == (name in CUT)
+    encoder = BatchEncoder(loaded)
+    for batch in (texts(400), ["the x^2", "x^2 the 12345"], texts(50)):
+        assert encoded(encoder, batch) == encode_all(batch, loaded)
     assert encoded(encoder, ["", ""]) == [[], []] and len(encoder.encode([])[1]) == 0
 
 
 def test_a_token_that_takes_the_space_before_it_is_not_cut_off():
-    made = tokenizer(byte_level)
-    settings = json.loads(made.backend_tokenizer.to_str())
+    loaded = tokenizer(byte_level)
+    settings = json.loads(loaded.backend_tokenizer.to_str())
     for change in ({"lstrip": True}, {"rstrip": True}, {"content": "<a b>"}, {"content": "<\n>"}):
         changed = settings | {"added_tokens": [settings["added_tokens"][0] | change]}
         assert not cuts_at_spaces(changed)
@@ -115,22 +99,21 @@ def test_a_token_that_takes_the_space_before_it_is_not_cut_off():
 
 
 def test_digits_are_cut_out_where_the_tokenizer_has_each_alone():
-    cut = {
-        name for name in CUT if cuts_out_digits(json.loads(tokenizer(*CUT[name]).backend_tokenizer.to_str()))
-    }
-    assert cut == {"smollm2", "pattern 1", "pattern 2"}
+    settings = {name: json.loads(tokenizer(*CUT[name]).backend_tokenizer.to_str()) for name in CUT}
+    names = {name for name in CUT if cuts_out_digits(settings[name])}
+    assert names == {"smollm2", "pattern 1", "pattern 2"}
     for token in (AddedToken("<extra_1>"), AddedToken("extra", single_word=True)):
-        made = tokenizer(*CUT["smollm2"])
-        made.add_tokens([token])
-        assert not cuts_out_digits(json.loads(made.backend_tokenizer.to_str()))
+        loaded = tokenizer(*CUT["smollm2"])
+        loaded.add_tokens([token])
+        assert not cuts_out_digits(json.loads(loaded.backend_tokenizer.to_str()))
 
 
 def test_a_tokenizer_with_code_of_its_own_is_called_itself():
     class Shouting(PreTrainedTokenizerFast):
         def __call__(self, text, **arguments):
-            return super().__call__([one.upper() for one in text], **arguments)
+            return super().__call__([word.upper() for word in text], **arguments)
 
-    made = Shouting(tokenizer_object=tokenizer(byte_level).backend_tokenizer)
-    assert encoded(BatchEncoder(made), ["the"]) == encode_all(["the"], made)
+    loaded = Shouting(tokenizer_object=tokenizer(byte_level).backend_tokenizer)
+    assert encoded(BatchEncoder(loaded), ["the"]) == encode_all(["the"], loaded)
     demo = character_tokenizer()
     assert encoded(BatchEncoder(demo), ["1+1"]) == encode_all(["1+1"], demo)

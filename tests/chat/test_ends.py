@@ -1,9 +1,10 @@
-"""One function says which tokens end a sample; the expected ends are those of the models' cards."""
+"""The tokens that end a sample. The expected ends come from the model cards."""
 
 import json
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from grpo_dist.chat.ends import SampleEnds, sample_ends
 from grpo_dist.config import SFTConfig
@@ -11,21 +12,21 @@ from grpo_dist.demo.tokenizer import character_tokenizer
 from tests.support.chat_templates import templated_tokenizer, trl_templates
 from tests.support.made_groups import load_pairs
 
-# Template -> the token with which its model ends an answer.
+# The token that ends an answer of the template's model.
 ENDS = {
     "cohere": "<|END_OF_TURN_TOKEN|>",
-    "cohere2": "<|END_OF_TURN_TOKEN|>",  # behind <|END_RESPONSE|>
+    "cohere2": "<|END_OF_TURN_TOKEN|>",  # after <|END_RESPONSE|>
     "deepseek_r1_distill": "<｜end▁of▁sentence｜>",
     "gemma": "<end_of_turn>",
     "gemma3": "<end_of_turn>",
-    "glm4moe": "<|user|>",  # the turn has no end of its own
+    "glm4moe": "<|user|>",  # the turn has no end token
     "gptoss": "<|return|>",
     "idefics3": "<end_of_utterance>",
     "lfm2": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "llama3_2": "<|eot_id|>",
     "nemotron_3_nano": "<|im_end|>",
-    "phi3": "<|end|>",  # the template ends a conversation with EOS, behind it
+    "phi3": "<|end|>",  # the template ends a conversation with EOS after it
     "phi3_5": "<|end|>",
     "qwen2_5": "<|im_end|>",
     "qwen3": "<|im_end|>",
@@ -34,16 +35,6 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def loaded(directory, template, eos="<|endoftext|>", **files):
-    """Return a tokenizer saved in ``directory`` with ``files`` of the model, and loaded from there."""
-    from transformers import AutoTokenizer
-
-    templated_tokenizer(template, eos).save_pretrained(directory)
-    for name, contents in files.items():
-        (directory / f"{name}.json").write_text(json.dumps(contents))
-    return AutoTokenizer.from_pretrained(directory)
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -62,13 +53,15 @@ def test_every_shipped_template_ends_an_answer_with_a_token():
 
 
 def test_a_sample_also_ends_where_tokenizer_and_generation_config_say(tmp_path):
-    config = {"model_type": "qwen2", "eos_token_id": 5}
-    tokenizer = loaded(tmp_path, CHATML, config=config, generation_config={"eos_token_id": [7, 8]})
+    templated_tokenizer(CHATML, "<|endoftext|>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 5}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert sample_ends(tokenizer, templated=True).ids == {end, tokenizer.eos_token_id, 7, 8}
     plain = sample_ends(tokenizer, templated=False)
     assert plain.ids == {tokenizer.eos_token_id, 7, 8} and plain.learned == tokenizer.eos_token_id
-    (tmp_path / "generation_config.json").unlink()  # then an engine looks into the model's configuration
+    (tmp_path / "generation_config.json").unlink()  # an engine then reads the model's configuration
     assert sample_ends(tokenizer, templated=False).ids == {tokenizer.eos_token_id, 5}
 
 
@@ -113,7 +106,7 @@ def test_ended_completions_lose_their_end_alone():
 
 
 def test_demonstrations_end_with_the_templates_end_and_plain_ones_with_eos(tmp_path):
-    tokenizer, said = templated_tokenizer(CHATML, "<|endoftext|>"), []
+    tokenizer, messages = templated_tokenizer(CHATML, "<|endoftext|>"), []
     rows = [
         {"prompt": "q", "completion": "a"},
         {"prompt": "q", "completion": "a<|im_end|>"},  # the file has the end already
@@ -123,17 +116,17 @@ def test_demonstrations_end_with_the_templates_end_and_plain_ones_with_eos(tmp_p
     ]
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = load_pairs(SFTConfig(model="demo:tiny", data=str(path)), tokenizer, say=said.append)
+    pairs = load_pairs(SFTConfig(model="demo:tiny", data=str(path)), tokenizer, say=messages.append)
     assert [tokenizer.decode(pair.completion) for pair in pairs] == [
         "a<|im_end|>", "a<|im_end|>", "a<|endoftext|>", "a<|im_end|>", "a<|im_end|>b<|im_end|>",
     ]  # fmt: skip
     assert all(all(pair.sampled) for pair in pairs)
-    assert len(said) == 1 and "1 of 5 rows go on behind a token that ends a sample, e.g." in said[0]
-    assert "sft.jsonl:5" in said[0]
+    assert len(messages) == 1 and "1 of 5 rows continue after a token that ends a sample, e.g." in messages[0]
+    assert "sft.jsonl:5" in messages[0]
 
 
 def test_an_end_of_turns_that_is_an_added_token_but_not_special_ends_a_sample():
-    """The template ends a conversation with EOS, which the model never writes behind its turn's end."""
+    """The template ends a conversation with EOS, which the model never writes after the end of its turn."""
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.chat_template = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"

@@ -1,6 +1,4 @@
-"""Settings that contradict each other, or that a run would ignore, are refused with what to do; others are
-taken.
-"""
+"""Settings that contradict each other, or that a run would ignore, are refused with a remedy."""
 
 import pytest
 
@@ -74,11 +72,11 @@ REFUSED = [
     (["algorithm.kl={bias_correction: true, coef: 0.1, estimator: k1, in_reward: true}"],
      "`in_reward` = true makes it part of the rewards"),
     (["algorithm.kl.gain=0.5"], "`gain` has no effect without `target`"),
-    (["algorithm.loss=topr"], "every ratio to the trainer's own log-probs is 1 in a first update"),
+    (["algorithm.loss=topr"], "every ratio to the trainer's log-probs is 1 in a first update"),
     (["algorithm.loss=vespo"], "set `algorithm.correction` to bypass"),
     (["algorithm.loss=kl_cov"], "set `batch.updates_per_step` to 2 or more"),
     (["algorithm.loss={name: clip_cov, cov_low: 7}"], "cov_low = 7 must be below cov_high = 5"),
-    (["algorithm.advantage=otb", "algorithm.correction=bypass"], "a forward pass that bypass saves"),
+    (["algorithm.advantage=otb", "algorithm.correction=bypass"], "a forward pass that bypass skips"),
     (["algorithm.advantage={name: rloo, std: group}"],
      "no setting of advantage rloo; it takes whiten; grpo, gdpo"),
     (["algorithm.advantage.gamma=0.9"], "no setting of advantage grpo"),
@@ -102,13 +100,13 @@ REFUSED = [
     (["algorithm.advantage=ppo"],
      "`algorithm.advantage` = 'ppo': it needs a critic, and there is none; use grpo"),
     (["data.train=[{path: a, algorithm: {aggregation: token-sum}}, {path: b}]"],
-     "`aggregation` is of all samples of an update, whatever their source; set `algorithm.aggregation` "
-     "(a source may have advantage, loss, kl of its own)"),
+     "`aggregation` applies to all samples of an update, whatever their source; set `algorithm.aggregation` "
+     "(a source may override advantage, loss, kl)"),
     (["data.train=[{path: a, algorithm: {loss: clip_cov}}, {path: b}]"],
      "`loss` = clip_cov chooses tokens over a whole update, of all sources"),
     (["data.train=[{path: a, algorithm: {loss: gspo}}, {path: b}]", "algorithm.loss=kl_cov",
       "batch.updates_per_step=2"],
-     "`loss` = gspo cannot stand beside `algorithm.loss` = kl_cov"),
+     "`loss` = gspo cannot be combined with `algorithm.loss` = kl_cov"),
     (["data.train=[{path: a, algorithm: {kl: {coef: 0.1}}}, {path: b}]"],
      "`kl.coef` = 0.1 needs a reference, and `algorithm.kl.coef` = 0 makes none"),
     (["data.train=[{path: a, algorithm: {kl: {estimator: k1}}}, {path: b}]", "algorithm.kl.coef=1"],
@@ -127,7 +125,7 @@ REFUSED = [
     (["data.train=[{path: a, name: x, algorithm: {loss: gspo}}, {path: b, name: x}]"],
      "several sources have the name x"),
     (["data.eval=[{path: e, algorithm: {loss: gspo}}]"],
-     "`data.eval.0.algorithm` has no effect: it is of training sources"),
+     "`data.eval.0.algorithm` has no effect: it applies to training sources"),
     (["algorithm.advantage={name: reinforce_pp, gamma: 0.5}", "algorithm.process.coef=1"],
      "`algorithm.advantage.gamma` = 0.5: it discounts the reward at the end of a sample"),
     (["algorithm.advantage=reinforce_pp", "batch.samples_per_prompt=1",
@@ -160,10 +158,10 @@ REFUSED = [
     (["data.train=[{path: a, name: x, temperature: 0.7}, {path: b, name: x}]"],
      "several sources have the name x"),
     (["data={train: [{path: a, weight: 2}, {path: b, weight: 1}], order: pass_rate}"],
-     ["`data.order` = pass_rate chooses the sources itself", "`weight` of a has no effect"]),
+     ["`data.order` = pass_rate chooses the sources", "`weight` of a has no effect"]),
     (["data.train=[{path: a, temperature: 1}]",
       "sampling.temperature={kind: adaptive, start: 1, entropy: 0.5}"],
-     ["`sampling.temperature` follows the entropy", "source a has a `temperature` of its own"]),
+     ["`sampling.temperature` follows the entropy", "source a sets a `temperature`"]),
     (["data.eval=[{path: a, name: e, temperature: 1}]"],
      ["`data.eval.0.temperature` has no effect", "`evaluation.temperature`"]),
     (["batch.order={name: completion, oversample: 2.5}", "max_staleness=1"],
@@ -189,7 +187,7 @@ REFUSED = [
     (["sampling={min_p: 0.1}", "distillation={teachers: [{name: t, model: m}], kl: {name: top_k, k: 4}}"],
      ["`sampling.min_p` = 0.1, `distillation.kl` = top_k", "likeliest tokens", "to sampled or advantage"]),
     (["policy.lora={sync: adapter}", "weight_sync.deltas=true"],
-     ["`weight_sync.deltas` = true", "changes of whole weights", "`policy.lora.sync` to merged"]),
+     ["`weight_sync.deltas` = true", "deltas are of full weights", "`policy.lora.sync` to merged"]),
     (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
     (["data.order=pass_rate", "rewards.shuffle=true"], "`data.order` = pass_rate"),
     (["data.environment=pyton"], ["`data.environment`", "'pyton' is unknown", "my_module:Class"]),
@@ -227,7 +225,7 @@ REFUSED = [
       "reference, sources: [b, c]}], kl: top_k}"],
      ["large and self both teach", "both teach b", "name other `sources`"]),
 ]  # fmt: skip
-TAKEN = [
+ACCEPTED = [
     ["code_paths=[.]", "algorithm.advantage=mine:median", "batch.samples_per_prompt=1"],
     ["rewards.functions=[{function: math, weight: 0}, {function: repetition, weight: 0}]",
      "algorithm.advantage=grpo"],
@@ -270,7 +268,7 @@ TAKEN = [
         for other in ("algorithm.correction=bypass", "batch.epochs_per_batch=2")
     ),
 ]  # fmt: skip
-OF_SOURCE = "data.train=[{path: a, algorithm: %s}, {path: b}]"
+SOURCE_ALGORITHM = "data.train=[{path: a, algorithm: %s}, {path: b}]"
 
 
 @pytest.fixture
@@ -280,20 +278,20 @@ def base(tmp_path):
 
 
 @pytest.mark.parametrize(("overrides", "words"), REFUSED)
-def test_settings_that_mean_nothing_together_are_refused(base, overrides, words):
+def test_contradictory_settings_are_refused(base, overrides, words):
     with pytest.raises(ConfigError) as refused:
         load_config(base, overrides)
     words = [words] if isinstance(words, str) else words
     assert [word for word in words if word not in str(refused.value)] == []
 
 
-@pytest.mark.parametrize("overrides", TAKEN)
-def test_settings_that_make_sense_together_are_taken(base, overrides):
+@pytest.mark.parametrize("overrides", ACCEPTED)
+def test_consistent_settings_are_accepted(base, overrides):
     load_config(base, overrides)
 
 
-def test_a_source_is_checked_by_its_own_estimator_alone(base):
-    """`turn` of the run is for b, whose environment it needs; a has none."""
+def test_a_source_is_checked_with_its_estimator_alone(base):
+    """The run's `turn` applies to b, which has the environment it needs; a has none."""
     sources = "data.train=[{path: a, algorithm: {advantage: rloo}}, {path: b, environment: calculator}]"
     config = load_config(base, [sources, "algorithm.advantage=turn"])
     assert [estimator.name for estimator in config.estimators] == ["turn", "rloo"]
@@ -301,9 +299,9 @@ def test_a_source_is_checked_by_its_own_estimator_alone(base):
     rewards = f"rewards.by_source={{a: {three}, b: {one}}}"
     with_maxrl = "data.train=[{path: a}, {path: b, algorithm: {advantage: maxrl}}]"
     assert load_config(base, [with_maxrl, rewards]).source_algorithms["b"].advantage.name == "maxrl"
-    assert load_config(base, [OF_SOURCE % "{advantage: grpo}", rewards, "algorithm.advantage=maxrl"])
-    parts = OF_SOURCE % "{loss: {clip_high: 0.3}, kl: {coef: 0}}"
+    assert load_config(base, [SOURCE_ALGORITHM % "{advantage: grpo}", rewards, "algorithm.advantage=maxrl"])
+    parts = SOURCE_ALGORITHM % "{loss: {clip_high: 0.3}, kl: {coef: 0}}"
     config = load_config(base, [parts, "algorithm.kl.coef=0.1"])
     assert load_config(base, [parts, "algorithm.kl.coef=0.1", "reference.refresh_every=5"])
-    own = config.source_algorithms["a"]
-    assert (own.loss.clip_high, own.kl.coef, own.advantage.name) == (0.3, 0.0, "grpo")
+    algorithm = config.source_algorithms["a"]
+    assert (algorithm.loss.clip_high, algorithm.kl.coef, algorithm.advantage.name) == (0.3, 0.0, "grpo")

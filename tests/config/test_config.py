@@ -1,4 +1,4 @@
-"""The configuration refuses unusable settings in one message with place and remedy."""
+"""The configuration refuses unusable settings in one message with key and remedy."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_defaults_are_merged_first_and_the_file_wins(base, tmp_path):
 
 
 def test_a_file_anywhere_builds_on_the_presets_of_this_project(base, tmp_path):
-    """One next to the file comes first."""
+    """A preset next to the file comes first."""
     base.write_text("defaults: [algorithms/gspo.yaml]\n" + base.read_text())
     assert load_config(base).algorithm == load_config("configs/demo.yaml", ["+algorithm=gspo"]).algorithm
     (tmp_path / "algorithms").mkdir()
@@ -79,10 +79,10 @@ def test_text_with_an_escaped_interpolation_survives_being_written_and_read(base
 
 
 def test_a_checkpoint_with_an_unescaped_text_has_the_same_configuration(base):
-    """Earlier versions wrote `${` as it was."""
+    """Earlier versions wrote `${` unescaped."""
     config = load_config(base, [r"data.instruction='write \${x}'"])
-    was = dump_config(config).replace(r"\${", "${")
-    assert was != dump_config(config) and changes(was, config) == []
+    unescaped = dump_config(config).replace(r"\${", "${")
+    assert unescaped != dump_config(config) and changes(unescaped, config) == []
 
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "algorithms").glob("*.yaml")))
@@ -110,7 +110,7 @@ def test_interpolations_follow_the_overrides_behind_a_preset(base):
     base.write_text(base.read_text() + "output_dir: runs/${name}\nseed: 7\n")
     assert load_config(base, ["+algorithm=dapo", "steps=9"]).output_dir == "runs/x-9"
     base.write_text(base.read_text().replace("x-${steps}", "clip-${algorithm.loss.clip_high}"))
-    assert load_config(base, ["+algorithm=dapo"]).name == "clip-0.28"  # of the preset
+    assert load_config(base, ["+algorithm=dapo"]).name == "clip-0.28"  # from the preset
 
 
 def test_a_user_preset_is_found_next_to_the_configuration(base):
@@ -160,10 +160,8 @@ def test_where_the_prompt_asks_for_a_box_only_a_box_is_an_answer(tmp_path, data,
         ("data.template_kwargs={tokenize: true}", ["template_kwargs.tokenize = True", "remove it"]),
         ("data.template_kwargs={continue_final_message: true}", ["the run sets it; remove it"]),
         ("data.template_kwargs={chat_template: x}", ["template_kwargs.chat_template = x", "remove it"]),
-        (
-            "algorithm.loss.tau_positive=2",
-            ["`algorithm.loss.tau_positive` is no setting of loss ppo_clip", "sapo has it"],
-        ),
+        ("algorithm.loss.tau_positive=2",
+         ["`algorithm.loss.tau_positive` is no setting of loss ppo_clip", "sapo has it"]),
         ("algorithm.kl.in_reward=true", ["`algorithm.kl`: `coef` = 0 disables"]),
         ("algorithm.loss=grpo", ["`algorithm.loss` = 'grpo'", "'ppo_clip'"]),
         ("algorithm.advantage={name: pass_at_k, k: 8}", ["`algorithm.advantage.k` = 8", "below"]),
@@ -175,30 +173,20 @@ def test_where_the_prompt_asks_for_a_box_only_a_box_is_an_answer(tmp_path, data,
         ("sampling.stop=['']", ["sampling.stop.0", "at least 1 character"]),
         ("environments.outcome_rewards={turns: -1}", ["has no effect without an environment"]),
         ("algorithm={advantage: remax, reward_norm: group}", ["`algorithm.reward_norm` = group", "greedy"]),
-        (
-            "algorithm={advantage: gdpo, reward_clip: 2}",
-            ["`algorithm.reward_clip` = 2.0", "each reward separately"],
-        ),
+        ("algorithm={advantage: gdpo, reward_clip: 2}",
+         ["`algorithm.reward_clip` = 2.0", "each reward separately"]),
         ("dynamic_sampling.oversample=2", ["no setting of dynamic_sampling false", "true has it"]),
         ("batch.order.oversample=1.5", ["`batch.order.oversample` is no setting", "completion has it"]),
-        (
-            "batch.order=completion",
-            ["`max_staleness` = 0: slow groups", "set `max_staleness` to 1"],
-        ),
+        ("batch.order=completion", ["`max_staleness` = 0: slow groups", "set `max_staleness` to 1"]),
         ("reference.refresh_mix=0.5", ["has no effect without reference.refresh_every"]),
-        (
-            "algorithm={loss: policy_gradient, correction: bypass}",
-            ["= policy_gradient, `algorithm.correction` = bypass: the loss has no ratio"],
-        ),
-        ("reference.refresh_every=5", ["`algorithm.kl.coef` = 0: with neither a KL term"]),
+        ("algorithm={loss: policy_gradient, correction: bypass}",
+         ["= policy_gradient, `algorithm.correction` = bypass: the loss has no ratio"]),
+        ("reference.refresh_every=5", ["`algorithm.kl.coef` = 0: without a KL term"]),
         ("algorithm.kl={coef: 0.1, estimator: k3+, in_reward: true}", ["remove the +"]),
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
         ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),
         ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr`?"]),
-        (
-            "data.train.1.path=x",
-            ["`data.train`: 0 to 0", "set the list as a whole: data.train=[...]"],
-        ),
+        ("data.train.1.path=x", ["`data.train`: 0 to 0", "set the list as a whole: data.train=[...]"]),
         ("data.train.x.path=y", ["indices of `data.train`: 0 to 0"]),
         ("data.max_rows=8", ["did you mean `data.train.max_rows`", " or `data.eval.max_rows`?"]),
         ("data.train.0.question_column=q", ["did you mean `data.train.0.problem_column`?"]),
@@ -206,10 +194,8 @@ def test_where_the_prompt_asks_for_a_box_only_a_box_is_an_answer(tmp_path, data,
         ("policy.optimizer.lr=-1", ["`policy.optimizer.lr` = -1", "greater than 0"]),
         ("steps=abc", ["`steps` = 'abc'", "integer"]),
         ("policy.num_workers=3", ["`policy.num_workers` = 3", "128", "use 2 or 4"]),
-        (
-            "batch.updates_per_step=3",
-            ["`batch.prompts_per_step` = 16", "`batch.updates_per_step` = 3", "use 2 or 4"],
-        ),
+        ("batch.updates_per_step=3",
+         ["`batch.prompts_per_step` = 16", "`batch.updates_per_step` = 3", "use 2 or 4"]),
         ("evaluation.k=[1,4]", ["evaluation", "samples_per_prompt = 1"]),
         ("model.max_length=512", ["`model.max_length` = 512", "no token", "`data.max_prompt_tokens` = 512"]),
         ("checkpoint.patience=2", ["`checkpoint.patience`", "`checkpoint.keep_best`"]),
@@ -218,12 +204,10 @@ def test_where_the_prompt_asks_for_a_box_only_a_box_is_an_answer(tmp_path, data,
         ("steps", ["key=value"]),
         ("name=../evil", ["`name`"]),
         ("model.path=sft", ["needs an `sft` section"]),
-        (
-            "model={path: sft, adapter: lora}",
-            ["`model.adapter` = lora, `model.path` = sft: an adapter is of a model that exists"],
-        ),
+        ("model={path: sft, adapter: lora}",
+         ["`model.adapter` = lora, `model.path` = sft: an adapter is of a model that exists"]),
     ],
-)
+)  # fmt: skip
 def test_bad_value_is_refused_with_key_value_and_remedy(base, override, words):
     with pytest.raises(ConfigError) as refusal:
         load_config(base, [override])

@@ -1,5 +1,5 @@
-"""Hostile configuration files, overrides and files of a run: one message that names the key or the file, and
-never a traceback; which numbers the keys take.
+"""Hostile configuration files, overrides and run files give one message that names the key or the file, and
+never a traceback; limits of numbers.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from grpo_dist.cli import main
 from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.config.files import load_config, set_from_text
+from grpo_dist.config.files import dump_config, load_config, set_from_text
 from grpo_dist.data.readers import read
 from grpo_dist.errors import UserError
 from grpo_dist.runs.run_directory import finished_steps
@@ -68,10 +68,8 @@ def refused(path, text, *overrides):
         ("? [a, b]\n: 2", "unhashable key"),
         ("rollout: {engine: {null: 2}}", "NoneType"),
         ("x: !!python/object/apply:os.system [echo]", "could not determine a constructor"),
-        (
-            'rewards: {functions: [{function: math, kwargs: {a: "x\\0"}}]}',
-            "kwargs.a`: has the character U+0000",
-        ),
+        ('rewards: {functions: [{function: math, kwargs: {a: "x\\0"}}]}',
+         "kwargs.a`: has the character U+0000"),
         ("5", "not valid YAML"),
         (b"name: \xff\xfe", "not valid YAML"),
         (b"name: \xed\xa0\x80", "not valid YAML"),  # a lone surrogate
@@ -79,7 +77,7 @@ def refused(path, text, *overrides):
         ("steps: 010", "YAML reads 010 as 8; write the number that is meant"),
         ("cluster: {timeouts: {start_s: 1:30}}", "YAML reads 1:30 as 90"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_no_configuration_is_refused_in_one_line(path, text, words):
     whole = text if text == "5" else BASE.encode() + text if isinstance(text, bytes) else BASE + text
     assert words in refused(path, whole)
@@ -109,7 +107,7 @@ def test_an_override_that_cannot_be_set_is_refused_in_one_line(path, override, w
 
 
 @pytest.mark.parametrize(("value", "steps"), [("007", 7), ("1_0", 10), ("0x10", 16), ("8", 8)])
-def test_a_number_that_has_one_meaning_is_read(path, value, steps):
+def test_an_unambiguous_number_is_read(path, value, steps):
     path.write_text(BASE)
     assert load_config(path, [f"steps={value}", "name='010'", "data.train.0.name=09:30"]).steps == steps
 
@@ -149,7 +147,7 @@ def test_numeric_keys_refuse_booleans_and_non_finite_or_huge_numbers(path, key):
         ("true", "is not a number"), (".nan", "finite"), (".inf", "finite"), ("1e300", "`"), ("-1e300", "`"),
         ("9" * 40, "`"),
     ):  # fmt: skip
-        assert f"`{key}`" in (said := refused(path, BASE, f"{key}={value}")) and words in said
+        assert f"`{key}`" in (message := refused(path, BASE, f"{key}={value}")) and words in message
 
 
 @pytest.mark.parametrize(
@@ -161,15 +159,13 @@ def test_numeric_keys_refuse_booleans_and_non_finite_or_huge_numbers(path, key):
         ("checkpoint.grace_s=1e12", "expected at most 100000000"),
         ("policy.optimizer.lr=1e-320", "is too close to 0; expected 0 or at least 1e-30"),
         ("steps=1e12", "`steps`: 1000000000000 is too large; expected at most 2147483647"),
-        (
-            "sampling.max_new_tokens={schedule: [[0, 8], [5, 1000000000000]]}",
-            "schedule`: 1000000000000 is too large; expected at most 2147483647",
-        ),
+        ("sampling.max_new_tokens={schedule: [[0, 8], [5, 1000000000000]]}",
+         "schedule`: 1000000000000 is too large; expected at most 2147483647"),
         ("sampling.temperature=0.001", "greater than or equal to 0.01"),
         ("rejection.temperature=0.001", "greater than or equal to 0.01"),
         ("evaluation.temperature=0.001", "0.001 is below 0.01, and the engine would raise it"),
     ],
-)
+)  # fmt: skip
 def test_numbers_beyond_the_limits_of_machine_or_engine_are_refused(path, override, words):
     assert words in refused(path, BASE, override)
 
@@ -201,9 +197,7 @@ _KEYS = [key for key, _ in _fields(Config)] + ["model", "data", "data.train.0", 
 @settings(max_examples=100)
 @given(key=st.sampled_from(_KEYS), value=_VALUES)
 def test_any_text_in_a_file_is_read_or_refused(path, key, value):
-    """Only UserError is raised; what is read can be written and read again."""
-    from grpo_dist.config.files import dump_config
-
+    """Only UserError is raised; a file that loads can be dumped."""
     tree = yaml.safe_load(BASE)
     *sections, last = key.split(".")
     place = tree
@@ -213,11 +207,11 @@ def test_any_text_in_a_file_is_read_or_refused(path, key, value):
     with contextlib.suppress(UserError, yaml.YAMLError, TypeError):
         path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8")
         with contextlib.suppress(UserError):
-            _load(path, dump_config)
+            _load(path)
 
 
-def _load(path, dump_config):
-    """The test may raise a TypeError in the dump above; one from the loader is a failure."""
+def _load(path):
+    """Load and dump. The YAML dump above may raise a TypeError; from the loader it is a failure."""
     try:
         dump_config(load_config(path)).encode()
     except UserError:
@@ -269,9 +263,8 @@ def test_a_row_with_a_lone_surrogate_is_refused_with_file_and_line(tmp_path, col
 )
 def test_a_done_file_without_a_number_is_refused(tmp_path, content):
     done = tmp_path / "DONE"
-    done.mkdir() if content is None else done.write_bytes(
-        content if isinstance(content, bytes) else content.encode()
-    )
+    data = content.encode() if isinstance(content, str) else content
+    done.mkdir() if data is None else done.write_bytes(data)
     with pytest.raises(UserError, match=r"DONE: expected a file with the number of steps.*remove it"):
         finished_steps(tmp_path)
 
@@ -279,11 +272,11 @@ def test_a_done_file_without_a_number_is_refused(tmp_path, content):
 @pytest.mark.parametrize(
     "name", ["config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "ledger.jsonl"]
 )
-def test_a_directory_in_place_of_a_file_of_a_run_is_refused_before_anything_starts(here, capsys, name):
+def test_a_directory_instead_of_a_run_file_is_refused_before_anything_starts(here, capsys, name):
     (here / "runs/run" / name / "inside").mkdir(parents=True)
     assert main(["train", "config.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert f"{name}" in said and "Is a directory" in said and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert name in output and "Is a directory" in output and "Traceback" not in output
 
 
 _DEEP = b'{"a":' * 100_000
@@ -330,5 +323,5 @@ def test_the_home_of_an_unknown_user_is_refused_in_one_line(tmp_path, monkeypatc
     config = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
     (tmp_path / "c.yaml").write_text(config)
     assert main([text.format("c.yaml") for text in arguments]) == 2
-    said = capsys.readouterr().err
-    assert "~no-such-user names no user with a home directory" in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "~no-such-user names no user with a home directory" in output and output.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Configuration errors name keys and allowed values of the file, never the validator's notation."""
+"""Configuration errors name keys and allowed values, never the validator's notation."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -18,27 +18,19 @@ def message(**sections):
 @pytest.mark.parametrize(
     ("sections", "begin"),
     [
-        (
-            {"weight_sync": {"backend": "x"}},
-            "`weight_sync.backend` = 'x': input should be 'auto', 'gloo', 'nccl', 'shared_memory' or 'ipc' (",
-        ),
-        (
-            {"policy": {"lora": {"target_modules": "x"}}},
-            "`policy.lora.target_modules` = 'x': input should be 'all-linear', or a list (",
-        ),
-        (
-            {"policy": {"lora": {"target_modules": []}}},
-            "`policy.lora.target_modules` = []: input should be 'all-linear', or a list of at least 1 (",
-        ),
+        ({"weight_sync": {"backend": "x"}},
+         "`weight_sync.backend` = 'x': input should be 'auto', 'gloo', 'nccl', 'shared_memory' or 'ipc' ("),
+        ({"policy": {"lora": {"target_modules": "x"}}},
+         "`policy.lora.target_modules` = 'x': input should be 'all-linear', or a list ("),
+        ({"policy": {"lora": {"target_modules": []}}},
+         "`policy.lora.target_modules` = []: input should be 'all-linear', or a list of at least 1 ("),
         ({"sft": {"model": "a", "data": 3}}, "`sft.data` = 3: input should be a list ("),
         ({"data": {"train": []}}, "`data.train` = []: input should be a list of at least 1 ("),
-        (
-            {"cluster": {"grows_to": 3}},
-            "`cluster.grows_to` = 3: input should be a mapping of keys to values (",
-        ),
+        ({"cluster": {"grows_to": 3}},
+         "`cluster.grows_to` = 3: input should be a mapping of keys to values ("),
         ({"rollout": {"engine": 3}}, "`rollout.engine` = 3: input should be a mapping of keys to values ("),
     ],
-)
+)  # fmt: skip
 def test_a_bad_value_is_one_message_about_its_key(sections, begin):
     text = message(**sections)
     assert text.startswith(f"run.yaml: {begin}")
@@ -74,7 +66,7 @@ TWO = {"rewards": {"functions": [{"function": "math"}, {"function": "judge"}]}}
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        # An argument of a function, written beside it
+        # An argument of a function outside its `kwargs`
         ("rewards.functions.1.url", "an argument of the function is `rewards.functions.1.kwargs.url`"),
         ("rewards.functions.1.model", "`rewards.functions.1.kwargs.model`"),
         ("rewards.functions.1.path", "`rewards.functions.1.kwargs.path`"),
@@ -90,27 +82,23 @@ TWO = {"rewards": {"functions": [{"function": "math"}, {"function": "judge"}]}}
         ("data.order.half_life", "no setting of order epochs; it takes drop_solved; pools has it"),
         # A form of an earlier version
         ("sampling.temperature={start: 1.0, entropy: 0.5}", "`sampling.temperature: {kind: adaptive, "),
-        (
-            "sampling.max_new_tokens={start: 8, largest: 9}",
-            "run.yaml: `sampling.max_new_tokens` has start, largest of kind adaptive; write `sampling.max",
-        ),
-        (
-            "rewards.models=[{kind: process, format: qwen, name: m, path: p}]",
-            "`rewards.models.0.format`: an earlier version had it; write the format as kind: `rewards."
-            "models: [{kind: qwen, ...}]`",
-        ),
-        # A thing of another section
+        ("sampling.max_new_tokens={start: 8, largest: 9}",
+         "run.yaml: `sampling.max_new_tokens` has start, largest of kind adaptive; write `sampling.max"),
+        ("rewards.models=[{kind: process, format: qwen, name: m, path: p}]",
+         "`rewards.models.0.format`: an earlier version had it; write the format as kind: `rewards."
+         "models: [{kind: qwen, ...}]`"),
+        # A key of another section
         ("rewards.url", "`rewards.functions: [{function: remote, kwargs: {url: ...}}]`"),
         ("rewards.models=[{name: m, path: p, url: 1}]", "`rewards.models.0.url`; a model behind an address"),
         ("data.train.0.url", "a file, directory or hub id is `data.train.0.path`"),
-        # A word that many sections have
+        # A name that many sections have
         ("rollout.path", "known here: num_workers, max_workers,"),
         ("tracking.url", "known here: console, tensorboard,"),
         ("evaluation.name", "known here: every, before,"),
         ("policy.lr", "did you mean `policy.optimizer.lr`?"),
     ],
-)
-def test_a_wrong_guess_is_answered_with_the_right_key_or_those_of_its_section(override, answer):
+)  # fmt: skip
+def test_a_wrong_guess_is_answered_with_the_right_key_or_the_keys_of_its_section(override, answer):
     tree = OmegaConf.create(GOOD | TWO)
     set_from_text(tree, override if "=" in override else f"{override}=1")
     with pytest.raises(ConfigError) as refusal:

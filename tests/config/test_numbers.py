@@ -1,7 +1,7 @@
-"""What each preset, configuration and setting of the algorithm makes of a fixed batch.
+"""The numbers that each preset, configuration and `algorithm` setting gives for a fixed batch.
 
-`numbers.jsonl` was recorded at commit 646791e4, where `algorithm` was a flat list of keys: of each case what
-other sections a preset sets, of each update rows, loss, advantages and gradient (two projections of each),
+`numbers.jsonl` was recorded at commit 646791e4, where `algorithm` was a flat list of keys. A case has the
+other sections that a preset sets; rows, loss, advantages and gradient (two projections of each) per update;
 and the metrics of the last update. All are float64 from the advantages on.
 """
 
@@ -33,11 +33,11 @@ SMALL = (
 )  # fmt: skip
 TWO = "batch.updates_per_step=2"
 TWO_REWARDS = "rewards.functions=[{function: math},{function: format, weight: 0.5}]"
-EPISODES = "data.environment=calculator"  # where step or turn rewards are read
+EPISODES = "data.environment=calculator"  # for estimators of step or turn rewards
 
 
 def algorithm(**settings):
-    """Return the overrides of two updates with these settings and the defaults of all others."""
+    """Return overrides for two updates with these settings, all others at their defaults."""
     return ["algorithm={}", f"algorithm={json.dumps(settings)}", TWO]
 
 
@@ -74,10 +74,8 @@ SETTINGS = {
     "reward clip": {"reward_clip": 0.6},
     "norm group": {"reward_norm": "group", "advantage": "dr_grpo"},
     "norm batch shift": {"reward_norm": BATCH_NORM, "advantage": "reinforce_pp"},
-    "norm batch scale": {
-        "reward_norm": {"name": "batch", "shift": False, "eps": 0.2},
-        "advantage": {"name": "reinforce_pp", "whiten": False},
-    },
+    "norm batch scale": {"reward_norm": {"name": "batch", "shift": False, "eps": 0.2},
+                         "advantage": {"name": "reinforce_pp", "whiten": False}},
     "norm running": {"reward_norm": "running", "advantage": "reinforce_pp"},
     "process added": {"process": {"coef": 0.5, "outcome_coef": 0.3}},
     **{f"kl {name}": {"kl": {"coef": 0.1, "estimator": name}} for name in ("k1", "k2", "k1+", "k3+", "abs")},
@@ -146,9 +144,9 @@ def test_the_settings_reach_the_maths_as_they_did(name):
         assert config.algorithm.preset is None
     actual, expected = numbers(config), CASES[name]
     assert actual[0] == expected[0]
-    for (rows, *values), (known_rows, *known) in zip(actual[1], expected[1], strict=True):
-        assert rows == known_rows
-        for value, other in zip(values, known, strict=True):
+    for (rows, *values), (recorded_rows, *recorded) in zip(actual[1], expected[1], strict=True):
+        assert rows == recorded_rows
+        for value, other in zip(values, recorded, strict=True):
             assert value == pytest.approx(other, rel=1e-11, abs=1e-13)
     assert actual[2] == pytest.approx(
         {name: value for name, value in zip(METRICS, expected[2], strict=True) if value is not None},
@@ -162,15 +160,15 @@ def test_every_preset_is_recorded():
 
 
 def numbers(config):
-    """Return what `numbers.jsonl` has of a configuration."""
-    made = groups("maxrl" in str(config.algorithm.advantage))
+    """Return the numbers of a configuration in the form of `numbers.jsonl`."""
+    batch_groups = groups("maxrl" in str(config.algorithm.advantage))
     rng = np.random.default_rng(9)
     reference = [
         [-2 * rng.random(len(row.completion_ids), dtype=np.float32) for r in g.rollouts for row in r.rows]
-        for g in made
+        for g in batch_groups
     ]
-    scored = [ScoredGroup(g, logprobs) for g, logprobs in zip(made, reference, strict=True)]
-    shape = sampled_tokens(made).shape
+    scored = [ScoredGroup(g, logprobs) for g, logprobs in zip(batch_groups, reference, strict=True)]
+    shape = sampled_tokens(batch_groups).shape
     norms = 0.5 + 0.4 * torch.sin(torch.arange(shape.numel())).view(shape)
     updates, later = make_updates(config, scored, 1, kl_coef=config.algorithm.kl.coef, score_norms=norms)
     settings = Objective(config.algorithm)
@@ -181,13 +179,13 @@ def numbers(config):
         values = batch.policy.rollout_logprobs.nan_to_num().double() + 0.15 * waves(batch, 1)
         return values + moved[0] * waves(batch, 2), 1 + 0.5 * waves(batch, 4)
 
-    prepare, found = Preparation(logprobs, torch.device("cpu"), True), []
+    prepare, results = Preparation(logprobs, torch.device("cpu"), True), []
     epochs = config.batch.epochs_per_batch
     updates = [in_float64(update) for update in updates]
-    known = [
+    steps = [
         prepare.prepare_step(u, config.algorithm, moves=i > 0 or epochs > 1) for i, u in enumerate(updates)
     ]
-    for number, update in enumerate(known * epochs):
+    for number, update in enumerate(steps * epochs):
         moved[0] = 0.2 * number
         unmoved = number == 0 and not config.algorithm.correction.bypasses
         ready = prepare.prepare_update(update, config.algorithm, number=number, unmoved=unmoved)
@@ -196,17 +194,17 @@ def numbers(config):
         gradients = torch.autograd.grad(loss, (now, entropy), allow_unused=True)
         metrics = finish_stats(stats)
         metrics |= bonus.observe(metrics) | controller.observe(metrics)
-        found.append((
+        results.append((
             len(update), loss.item(), projections(update.policy.advantages, update),
             [x for gradient in gradients if gradient is not None for x in projections(gradient, update)],
         ))  # fmt: skip
     rule = SignalRule(config.algorithm, weights=config.rewards.weights)
     overlong = config.rewards.overlong_buffer
     other = [
-        [bool(rule(g)) for g in made], [epochs, config.batch.updates_per_step, len(later)],
+        [bool(rule(g)) for g in batch_groups], [epochs, config.batch.updates_per_step, len(later)],
         config.dynamic_sampling.enabled, [0.2, overlong.penalty],
     ]  # fmt: skip
-    return other, found, metrics
+    return other, results, metrics
 
 
 def groups(right_or_wrong):
@@ -217,13 +215,13 @@ def groups(right_or_wrong):
         rewards = [
             [1.5, 0.2, -0.7, 1, 0, 0.4], [0.5] * 6, [0.1, 0, np.nan, 0.9, 0.6, -1], [-0.4, 0.3, 1, 0.8, 1, 0]
         ]  # fmt: skip
-    made = [made_groups.episode_group(i, rng, samples=6, rewards=own) for i, own in enumerate(rewards)]
-    cut = replace(made[0].rollouts[1], finish_reason="length")
-    made[0] = replace(made[0], rollouts=(made[0].rollouts[0], cut, *made[0].rollouts[2:]))
+    result = [made_groups.episode_group(i, rng, samples=6, rewards=r) for i, r in enumerate(rewards)]
+    cut = replace(result[0].rollouts[1], finish_reason="length")
+    result[0] = replace(result[0], rollouts=(result[0].rollouts[0], cut, *result[0].rollouts[2:]))
     form = [np.array([0.5, 1, 0.25 * i, 0, 0.75, 0.1], np.float32) for i in range(4)]
     return [
-        replace(g, reward_parts={"math": g.rewards, "format": own}, baseline_reward=0.25 + 0.1 * i)
-        for i, (g, own) in enumerate(zip(made, form, strict=True))
+        replace(g, reward_parts={"math": g.rewards, "format": f}, baseline_reward=0.25 + 0.1 * i)
+        for i, (g, f) in enumerate(zip(result, form, strict=True))
     ]
 
 
@@ -238,7 +236,7 @@ def in_float64(batch):
 
 
 def waves(batch, number):
-    """Return smooth numbers in [-1, 1] of every token, a function of its row's id, float64 [B, T]."""
+    """Return a smooth number in [-1, 1] per token, a function of the row's id, float64 [B, T]."""
     columns = torch.arange(batch.tokens.shape[1], dtype=torch.float64)
     return torch.sin(number + 0.7 * number * columns + 1.3 * batch.row_ids[:, None].double())
 

@@ -25,26 +25,20 @@ FREE = ("rollout.engine.", "data.template_kwargs.", "rewards.functions.N.kwargs.
 
 
 def test_every_key_of_ours_in_the_tables_exists():
-    known = {key.path for prefix, section in sections(Config) for key in keys(section, prefix)}
+    existing = {key.path for prefix, section in sections(Config) for key in keys(section, prefix)}
     rows = [row for trainer in trainers().values() for row in trainer.rows.values()]
     derived = {key for trainer in trainers().values() for key in trainer.derived}
     named = {key for row in rows for key in row.keys} | derived
-    texts = [row.note for row in rows] + [
-        t for row in rows for t in row.values.values() if isinstance(t, str)
-    ]
-    named |= {
-        key.replace(".0.", ".N.")
-        for text in texts
-        for key in re.findall(r"`([a-z_.N0]+)`", text)
-        if "." in key
-    }
+    texts = [t for row in rows for t in (row.note, *row.values.values()) if isinstance(t, str)]
+    quoted = {key for text in texts for key in re.findall(r"`([a-z_.N0]+)`", text) if "." in key}
+    named |= {key.replace(".0.", ".N.") for key in quoted}
     earlier = answers()["earlier"]
     written = {key for now in earlier.values() for key in re.findall(r"`([a-z_.]+)[`:]", now) if "." in key}
-    assert written <= known and not known & earlier.keys()
-    assert len(named) > 120 and [key for key in named - known if not key.startswith(FREE)] == []
+    assert written <= existing and not existing & earlier.keys()
+    assert len(named) > 120 and [key for key in named - existing if not key.startswith(FREE)] == []
 
 
-def test_the_tables_say_what_each_setting_is_here():
+def test_the_tables_name_the_counterpart_of_each_setting():
     assert len(trainers()) > 16
     for trainer in trainers().values():
         assert len(trainer.rows) > 20 and trainer.version and trainer.words, trainer.name
@@ -71,7 +65,7 @@ def test_the_tables_say_what_each_setting_is_here():
         ("use_additional_prompts=true", ["did you mean `dynamic_sampling`?"]),
         ("is_num_return_sequences_expand=true", ["has no counterpart"]),
         *(
-            (f"{name}=1", [f"did you mean `algorithm.{ours}`"])  # ROLL's block, pasted at the top
+            (f"{name}=1", [f"did you mean `algorithm.{ours}`"])  # ROLL's keys, pasted at the top level
             for name, ours in {
                 "reward_clip": "reward_clip", "reward_norm": "reward_norm",
                 "reward_shift": "reward_norm.shift", "reward_scale": "reward_norm.shift",
@@ -135,7 +129,7 @@ def test_the_tables_say_what_each_setting_is_here():
         # A misspelt key of ours is still answered by its spelling.
         ("algorithm.clip_hihg=0.3", ["did you mean `algorithm.loss.clip_high`?"]),
         ("polcy.lr=1", ["did you mean `policy`?"]),
-        # In a section of ours it is no setting of a trainer that has a section of this name.
+        # A key in a section of ours is not looked up in a trainer's section of the same name.
         ("data.train=[{path: a, splt: train}]", ["did you mean `data.train.0.split`?"]),
         ("data.train=[{path: a, foo_bar: 1}]", ["`data.train.0.foo_bar`; known here: path, split,"]),
         ("model.pth=a", ["did you mean `model.path`?"]),
@@ -167,8 +161,8 @@ def test_a_key_that_only_looks_alike_is_no_answer(base, key, answer):
     assert message == "" if answer is None else message.startswith(f"; {answer}")
 
 
-def test_a_pasted_recipe_is_answered_by_its_own_trainer(base):
-    """`batch_size`, `seq_len` and `max_steps` alone have several meanings."""
+def test_a_pasted_recipe_is_answered_by_its_trainer(base):
+    """`batch_size`, `seq_len` and `max_steps` are ambiguous by themselves."""
     with pytest.raises(ConfigError) as refusal:
         load_config(base, ["orchestrator={batch_size: 512, group_size: 8, seq_len: 8192}", "max_steps=5"])
     assert str(refusal.value).splitlines()[1:] == [
@@ -208,7 +202,7 @@ def test_a_word_with_many_meanings_has_no_answer(name):
 @pytest.mark.parametrize("name", ["model.path", "optim.lr", "ppo_mini_batch_size", "enable", "strategy"])
 def test_a_setting_of_the_critic_is_never_answered_with_one_of_the_policy(name):
     matches = lookup(f"critic.{name}")
-    assert {one.row.keys for one in matches} == {()}
+    assert {match.row.keys for match in matches} == {()}
 
 
 def test_a_flag_of_another_framework_is_answered_with_our_key(base, capsys):
@@ -229,8 +223,8 @@ def test_settings_that_the_maths_documents_for_peers_are_accepted():
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("batch.train_batch_size", ["`batch.prompts_per_step`", "`batch.updates_per_step`"]),  # verl; others
-        ("policy.optimizer.warmup_ratio", ["`policy.optimizer.warmup_share`"]),  # a section of NeMo-RL, too
+        ("batch.train_batch_size", ["`batch.prompts_per_step`", "`batch.updates_per_step`"]),  # verl, others
+        ("policy.optimizer.warmup_ratio", ["`policy.optimizer.warmup_share`"]),  # also a section of NeMo-RL
         ("algorithm.beta", ["`algorithm.kl.coef`", "`algorithm.loss.beta`"]),
     ],
 )

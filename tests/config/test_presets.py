@@ -1,4 +1,4 @@
-"""One table documents what each algorithm preset sets; runs and reports name the preset and what differs."""
+"""A table documents each algorithm preset; runs and reports name the preset and the differences from it."""
 
 import re
 from pathlib import Path
@@ -33,15 +33,10 @@ def test_the_documents_list_what_every_preset_sets(name):
 
 
 def test_what_grpo_and_dapo_change_from_the_defaults():
-    assert presets.differences("grpo") == {
-        "algorithm.aggregation.name": "seq-mean-token-mean",
-        "algorithm.kl.coef": 0.04,
-    }
-    assert presets.differences("dapo") == {
-        "algorithm.loss.clip_high": 0.28,
-        "dynamic_sampling.enabled": True,
-        "rewards.overlong_buffer.penalty": 1.0,
-    }
+    grpo = {"algorithm.aggregation.name": "seq-mean-token-mean", "algorithm.kl.coef": 0.04}
+    assert presets.differences("grpo") == grpo
+    dapo = {"algorithm.loss.clip_high": 0.28, "dynamic_sampling.enabled": True}
+    assert presets.differences("dapo") == dapo | {"rewards.overlong_buffer.penalty": 1.0}
     default = "| none (the default) | | `advantage` grpo, `advantage.std` group, `loss` ppo_clip"
     assert default in presets.table()
 
@@ -52,13 +47,13 @@ def test_a_configuration_carries_the_name_of_its_preset(base):
     built = base.with_name("built.yaml")
     built.write_text(f"defaults: [base.yaml, {ROOT}/configs/algorithms/grpo.yaml]\nseed: 3\n")
     assert load_config(built).algorithm.preset == "grpo"
-    own = base.parent / "algorithms"
-    own.mkdir()
-    (own / "mine.yaml").write_text("algorithm: {loss: gspo}\n")
+    presets_dir = base.parent / "algorithms"
+    presets_dir.mkdir()
+    (presets_dir / "mine.yaml").write_text("algorithm: {loss: gspo}\n")
     assert load_config(base, ["+algorithm=mine"]).algorithm.preset == "mine"
 
 
-def test_another_preset_takes_the_place_of_all_that_the_first_one_set(base):
+def test_another_preset_replaces_everything_that_the_first_one_set(base):
     built = base.with_name("built.yaml")
     dapo = ROOT / "configs/algorithms/dapo.yaml"
     built.write_text(f"defaults: [base.yaml, {dapo}]\nrewards: {{timeout_s: 3}}\n")
@@ -67,31 +62,30 @@ def test_another_preset_takes_the_place_of_all_that_the_first_one_set(base):
     assert config.rewards.timeout_s == 3
     assert label_of(config) == "dr_grpo"
     assert load_config(base, ["+algorithm=gspo", "+algorithm=dr_grpo"]).batch.updates_per_step == 1
-    # A value of the file's own is no preset's.
+    # A value that the file sets stays.
     built.write_text(f"defaults: [base.yaml, {dapo}]\nrewards: {{overlong_buffer: {{penalty: 0.5}}}}\n")
     config = load_config(built, ["+algorithm=grpo"])
     assert config.rewards.overlong_buffer.penalty == 0.5
     assert label_of(config) == "grpo, changed: rewards.overlong_buffer.penalty=0.5"
 
 
-def test_what_other_sections_have_in_place_of_the_presets_defaults_is_reported(base):
+def test_other_sections_that_differ_from_the_presets_defaults_are_reported(base):
     config = load_config(base, ["+algorithm=grpo", "dynamic_sampling.enabled=true"])
     assert label_of(config) == "grpo, changed: dynamic_sampling=true"
     assert label_of(load_config(base, ["+algorithm=olmo3", "dynamic_sampling.enabled=true"])) == "olmo3"
 
 
-def test_a_value_on_the_command_line_survives_a_preset_behind_it(base):
+def test_a_value_on_the_command_line_survives_a_later_preset(base):
     values = ["algorithm.kl.coef=0.05", "batch.updates_per_step=2"]
     before = load_config(base, [*values, "+algorithm=gspo"])
-    behind = load_config(base, ["+algorithm=gspo", *values])
-    assert before == behind and (before.algorithm.kl.coef, before.batch.updates_per_step) == (0.05, 2)
+    after = load_config(base, ["+algorithm=gspo", *values])
+    assert before == after and (before.algorithm.kl.coef, before.batch.updates_per_step) == (0.05, 2)
     assert label_of(before) == "gspo, changed: algorithm.kl.coef=0.05, batch.updates_per_step=2"
 
 
 def test_the_name_alone_is_reported_with_every_setting_that_differs(base):
     config = load_config(base, ["algorithm.preset=dapo"])
-    differ = "algorithm.loss.clip_high=0.2, dynamic_sampling=false, "
-    differ += "rewards.overlong_buffer.penalty=0.0"
+    differ = "algorithm.loss.clip_high=0.2, dynamic_sampling=false, rewards.overlong_buffer.penalty=0.0"
     assert presets.described(config) == f"algorithm: preset dapo; changed from it: {differ}"
     assert label_of(config) == f"dapo, changed: {differ}"
     more = load_config(base, ["+algorithm=dapo", "algorithm.top_entropy_share=0.2"])

@@ -1,4 +1,4 @@
-"""Supervised training on the policy's ranks as the configuration of a run."""
+"""The configuration of supervised training on the policy's ranks."""
 
 import pytest
 
@@ -14,29 +14,17 @@ def config(**more):
     return fakes.config(**{"model": {"path": "sft", "dtype": "bfloat16"}, "sft": SFT} | more)
 
 
-def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
+def test_steps_seed_and_optimiser_come_from_sft_and_ranks_from_policy():
     policy = {"num_workers": 2, "zero_stage": 3, "lora": {}, "optimizer": {"lr": 1e-6, "eps": 1e-7}}
-    supervised = SupervisedConfig.from_config(
-        config(
-            policy=policy,
-            batch={
-                "prompts_per_step": 4,
-                "samples_per_prompt": 2,
-                "updates_per_step": 2,
-                "epochs_per_batch": 3,
-            },
-            algorithm={"kl": {"coef": 0.1}, "entropy": {"coef": 0.1}},
-        )
-    )
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2, "epochs_per_batch": 3}
+    algorithm = {"kl": {"coef": 0.1}, "entropy": {"coef": 0.1}}
+    supervised = SupervisedConfig.from_config(config(policy=policy, batch=batch, algorithm=algorithm))
     assert (supervised.steps, supervised.total_updates, supervised.seed) == (30, 30, 5)
     optimizer = supervised.policy.optimizer
     assert (optimizer.lr, optimizer.warmup_steps, optimizer.eps) == (1e-3, 3, 1e-7)
     assert (optimizer.schedule, optimizer.min_lr_ratio, optimizer.weight_decay) == ("linear", 0.1, 0.01)
-    assert (supervised.policy.zero_stage, supervised.policy.lora is not None, supervised.model.dtype) == (
-        3,
-        True,
-        "bfloat16",
-    )
+    assert supervised.policy.zero_stage == 3 and supervised.policy.lora is not None
+    assert supervised.model.dtype == "bfloat16"
     assert not supervised.needs_reference and supervised.is_supervised
     assert supervised.sampling.temperature == 1.0
 
@@ -50,7 +38,7 @@ def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
         {"batch": {"updates_per_step": 2, "epochs_per_batch": 2, "shuffle_epochs": True}},
     ],
 )
-def test_what_reinforcement_sets_contradicts_nothing_in_the_supervised_stage(reinforcement):
+def test_rl_settings_contradict_nothing_in_the_supervised_stage(reinforcement):
     batch = {"prompts_per_step": 4, "samples_per_prompt": 2} | reinforcement["batch"]
     whole = config(policy={"num_workers": 2}, **(reinforcement | {"batch": batch}))
     supervised = SupervisedConfig.from_config(whole)
@@ -64,9 +52,8 @@ def test_it_is_written_as_a_configuration_that_loads(tmp_path):
 
 
 def test_contradictions_are_refused_by_key():
-    with pytest.raises(
-        ConfigError, match=r"supervised training: .*`profile.steps` = \[6\], `steps` = 5: the run ends before"
-    ):
+    words = r"supervised training: .*`profile.steps` = \[6\], `steps` = 5: the run ends before"
+    with pytest.raises(ConfigError, match=words):
         SupervisedConfig.from_config(config(profile={"steps": [6]}), steps=5)
 
 
@@ -88,7 +75,7 @@ def test_epochs_give_the_steps(demonstrations, steps):
         ({"model.dtype": "float32"}, False),
     ],
 )
-def test_only_what_changes_the_numbers_makes_it_another_training(change, same):
+def test_only_settings_that_change_the_numbers_make_it_another_training(change, same):
     before, after = (SupervisedConfig.from_config(c) for c in (config(), changed(config(), change)))
     assert (fingerprint(before) == fingerprint(after)) == same
     decisive = [c for c in changes(dump_config(before), after) if not c.is_layout and c.decides(after)]

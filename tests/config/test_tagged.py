@@ -1,4 +1,4 @@
-"""Sections that a name chooses: the short form, merging by name, and messages about keys of another name."""
+"""Tagged unions: the short form, merging by name, and messages about keys of another member."""
 
 from typing import Annotated, Literal
 
@@ -78,7 +78,7 @@ def tree(text, *overrides):
     return root
 
 
-def test_the_bare_name_is_short_for_a_mapping_of_it_and_a_mapping_without_has_the_default():
+def test_a_bare_name_is_short_for_a_mapping_and_a_mapping_without_a_name_has_the_default():
     root = read("{loss: soft, entries: [first, {function: second}], by_source: {a: {low: 1}, b: soft}}")
     assert root.loss == Soft() and root.entries == (First(function="first"), Second(function="second"))
     assert root.by_source == {"a": Clip(low=1), "b": Soft()}
@@ -94,7 +94,7 @@ def test_what_is_written_is_read_again(how):
 
 
 MERGED = [
-    # of the base, over it: a file's mapping and an override's value, the result
+    # the base; a mapping merged over it, by file and by override; the result
     ("loss: soft", "{loss: {tau: 2}}", Soft(tau=2)),
     ("loss: {name: soft, high: 3}", "{loss: {tau: 2}}", Soft(tau=2, high=3)),
     ("loss: {name: soft, high: 3}", "{loss: {name: soft, tau: 2}}", Soft(tau=2, high=3)),
@@ -139,7 +139,7 @@ def test_a_mapping_with_another_name_replaces_and_one_with_the_same_or_none_merg
         ("{more: '${loss}', loss: soft}", ["loss.tau=2"], {"loss": Soft(tau=2), "more": Soft(tau=2)}),
     ],
 )
-def test_overrides_merge_by_the_name_in_the_place_that_they_name(base, overrides, expected):
+def test_overrides_merge_by_name_at_the_key_that_they_set(base, overrides, expected):
     assert read(base, *overrides) == Root(**expected)
 
 

@@ -31,10 +31,10 @@ def source(split="train", task="chain_sum", rows=40, **kwargs):
 
 
 def test_rows_are_different_problems_with_answers():
-    own = source(max_terms=3, seed=1)
-    rows = read(own)
+    config = source(max_terms=3, seed=1)
+    rows = read(config)
     assert len({row.problem for row in rows}) == 40 and all(int(row.answer) is not None for row in rows)
-    assert own.label == rows[0].source == "chain_sum"
+    assert config.label == rows[0].source == "chain_sum"
     assert rows[0].location == "reasoning_gym:chain_sum/train:1"
     assert read(source(max_terms=3, seed=2))[0].problem != rows[0].problem
 
@@ -42,13 +42,13 @@ def test_rows_are_different_problems_with_answers():
 @pytest.mark.parametrize("task", ["polynomial_multiplication", "list_functions"])
 def test_rows_repeat_in_a_process_with_another_hash_of_strings_and_are_scored_as_asked(task):
     """These tasks depend on the order of sets of strings, or on the module's own random numbers."""
-    own = source(task=task, rows=6)
-    rows = read(own)
+    config = source(task=task, rows=6)
+    rows = read(config)
     code = (
         "import json, random; random.random()\n"
         "from grpo_dist.data.readers import read\nfrom grpo_dist.config import DataSourceConfig\n"
         "from grpo_dist.rewards.reasoning_gym import score\n"
-        f"rows = read(DataSourceConfig(**{own.model_dump()!r}))\n"
+        f"rows = read(DataSourceConfig(**{config.model_dump()!r}))\n"
         f"asked = json.loads({json.dumps([[r.answer, r.columns['reasoning_gym']] for r in rows])!r})\n"
         "print(json.dumps([[r.problem for r in rows], [score(*one) for one in asked]]))"
     )
@@ -63,16 +63,16 @@ def test_an_entry_is_kept_with_its_tuples_and_names_and_what_cannot_be_kept_is_r
     for task in ("knights_knaves", "word_ladder", "time_intervals"):
         row = read(source(task=task, rows=1))[0]
         assert score(f"<answer>{row.answer}</answer>", row.columns["reasoning_gym"]) == 1.0
-    with pytest.raises(ValueError, match="an entry cannot be kept for its scorer"):
+    with pytest.raises(ValueError, match="an entry cannot be stored for its scorer"):
         adapter._literal({"question": "?", "metadata": {"made": object()}}, "own")
 
 
-def test_a_data_set_is_made_as_large_as_it_must_be_and_the_packages_limit_is_its_own_reason(monkeypatch):
+def test_a_data_set_is_as_large_as_needed_and_the_packages_limit_is_a_separate_reason(monkeypatch):
     """word_ladder has at most 20,000 problems, of which a tenth is held out."""
     sizes = []
-    known = adapter._data_set
+    original = adapter._data_set
     monkeypatch.setattr(
-        adapter, "_data_set", lambda name, how: sizes.append(json.loads(how)) or known(name, how)
+        adapter, "_data_set", lambda name, how: sizes.append(json.loads(how)) or original(name, how)
     )
     assert len(list(adapter._made_rows("chain_sum", "test", 20, {}))) == 20
     assert [how["size"] for how in sizes] in ([200], [200, 400])
@@ -86,14 +86,14 @@ def test_no_held_out_problem_is_ever_trained_on_whatever_seeds_and_settings_made
     few = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     trained = {r.problem for seed in range(4) for r in read(source(rows=60, seed=seed, **few))}
     wider = {**few, "max_terms": 3}
-    held = {r.problem for s in (few, wider) for r in read(source("test", rows=8, seed=0, **s))}
-    assert len(trained) > 50 and len(held) > 8 and not trained & held
+    held_out = {r.problem for s in (few, wider) for r in read(source("test", rows=8, seed=0, **s))}
+    assert len(trained) > 50 and len(held_out) > 8 and not trained & held_out
 
 
 def scored(rows, answers):
     settings = RewardsConfig(functions=[{"function": REWARD}], timeout_s=60.0)
     check_rewards(settings, max_new_tokens=8)
-    found = []
+    rewards = []
     with GraderPool(1, timeout_s=60.0) as pool:
         scorer = Scorer(settings.functions, pool)
         for row, texts in zip(rows, answers, strict=True):
@@ -102,16 +102,16 @@ def scored(rows, answers):
                 tuple(texts), tuple(r.completion_ids for r in made.rollouts), ("stop",) * len(texts),
                 row.answer, row.columns, 8,
             )  # fmt: skip
-            found.append(scorer.score(group).rewards.tolist())
+            rewards.append(scorer.score(group).rewards.tolist())
         assert scorer.failures == {}
-    return found
+    return rewards
 
 
 def test_the_tasks_own_scorer_is_a_reward_in_a_process_of_its_own():
     """Also for a task whose problems have many right answers, of which the row has one."""
     sums, countdown = read(source(max_terms=3))[:2], read(source(task="countdown", rows=3))[0]
     right = [row.answer for row in sums]
-    found = scored(
+    rewards = scored(
         [*sums, countdown],
         [
             [right[0], f"I say \\boxed{{{right[0]}}}.", f"<answer>{right[0]}</answer>", "none"],
@@ -119,8 +119,8 @@ def test_the_tasks_own_scorer_is_a_reward_in_a_process_of_its_own():
             [countdown.answer, f"({countdown.answer})", "1"],
         ],
     )
-    assert found[0] == [1.0, 1.0, 1.0, 0.0] and found[1] == [1.0, 0.0]
-    assert found[2][:2] == [1.0, 1.0] and found[2][2] < 0.5
+    assert rewards[0] == [1.0, 1.0, 1.0, 0.0] and rewards[1] == [1.0, 0.0]
+    assert rewards[2][:2] == [1.0, 1.0] and rewards[2][2] < 0.5
 
 
 UNREADABLE = [
@@ -131,17 +131,17 @@ UNREADABLE = [
 @pytest.mark.parametrize(("task", "answer"), UNREADABLE)
 def test_an_answer_that_the_packages_scorer_cannot_read_is_wrong_and_not_unscored(task, answer):
     """An evaluation would leave out exactly these wrong answers."""
-    kept = next(adapter._made_rows(task, "train", 1, {}))[adapter.COLUMN]
+    column = next(adapter._made_rows(task, "train", 1, {}))[adapter.COLUMN]
     with pytest.raises((ValueError, KeyError, TypeError, OverflowError)):
-        adapter._data_set(task, "{}").score_answer(answer, ast.literal_eval(kept["entry"]))
-    assert score(f"<answer>{answer}</answer>", kept) == 0.0
+        adapter._data_set(task, "{}").score_answer(answer, ast.literal_eval(column["entry"]))
+    assert score(f"<answer>{answer}</answer>", column) == 0.0
 
 
 def test_a_scorer_that_fails_with_the_packages_own_answer_raises():
-    kept = next(adapter._made_rows("prime_factorization", "train", 1, {}))[adapter.COLUMN]
-    entry = ast.literal_eval(kept["entry"]) | {"answer": "lost"}
+    column = next(adapter._made_rows("prime_factorization", "train", 1, {}))[adapter.COLUMN]
+    entry = ast.literal_eval(column["entry"]) | {"answer": "lost"}
     with pytest.raises(ValueError):
-        score("2", {**kept, "entry": repr(entry)})
+        score("2", {**column, "entry": repr(entry)})
 
 
 def test_an_answer_that_takes_too_much_memory_is_none_of_a_score(monkeypatch):
@@ -157,31 +157,29 @@ def test_an_answer_that_takes_too_much_memory_is_none_of_a_score(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: read(source(task="chain_sums")), "reasoning_gym:chain_sums: no such task"),
         (lambda: read(source(max_term=3)), "refuses the settings {'max_term': 3"),
         (lambda: read(source("test", rows=99, min_terms=2, max_terms=2, max_digits=1)), "lower `max_rows`"),
         (lambda: read(source(seed=None)), "kwargs.seed = null: expected a number"),
-        (lambda: source(size=3), "kwargs.size = 3: expected `max_rows`"),
-        (
-            lambda: DataSourceConfig(path="x.jsonl", kwargs={"a": 1}),
-            "`reasoning_gym:<task>`, but path = x.jsonl",
-        ),
+        (lambda: source(size=3), "kwargs.size = 3: use `max_rows`"),
+        (lambda: DataSourceConfig(path="x.jsonl", kwargs={"a": 1}),
+         "`reasoning_gym:<task>`, but path = x.jsonl"),
     ],
-)
-def test_what_cannot_be_made_is_refused_with_its_remedy(build, said):
+)  # fmt: skip
+def test_what_cannot_be_made_is_refused_with_its_remedy(build, message):
     with pytest.raises(ValueError) as error:
         build()
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_row_becomes_a_prompt_that_carries_what_its_scorer_needs():
     from grpo_dist.config import DataConfig
     from grpo_dist.data.prompts import PromptFormat, build_prompts
 
-    own = source(rows=3)
-    rows, data = read(own), DataConfig(train=(own,))
-    made = build_prompts(rows, character_tokenizer(), PromptFormat.from_config(data), max_prompt_tokens=900)
-    assert [p.columns["reasoning_gym"] for p in made.prompts] == [r.columns["reasoning_gym"] for r in rows]
-    assert len({p.uid for p in made.prompts}) == 3
+    config = source(rows=3)
+    rows, data = read(config), DataConfig(train=(config,))
+    built = build_prompts(rows, character_tokenizer(), PromptFormat.from_config(data), max_prompt_tokens=900)
+    assert [p.columns["reasoning_gym"] for p in built.prompts] == [r.columns["reasoning_gym"] for r in rows]
+    assert len({p.uid for p in built.prompts}) == 3

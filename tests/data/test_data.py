@@ -1,5 +1,6 @@
 """From files to tokenised prompts in a fixed order. Unusable rows are rejected with file and row."""
 
+import itertools
 import json
 import os
 from collections import Counter
@@ -46,10 +47,10 @@ def tokenizer(tiny_model):
 
 
 def test_every_prompt_occurs_once_per_epoch_even_if_steps_do_not_divide_it():
-    drawn = [i for step in range(70) for i in step_prompts(70, 16, 3, step)]
+    indices = [i for step in range(70) for i in step_prompts(70, 16, 3, step)]
     for epoch in range(16):
-        assert sorted(drawn[70 * epoch : 70 * (epoch + 1)]) == list(range(70))
-    assert drawn[:70] != drawn[70:140]
+        assert sorted(indices[70 * epoch : 70 * (epoch + 1)]) == list(range(70))
+    assert indices[:70] != indices[70:140]
 
 
 @settings(max_examples=30)
@@ -60,8 +61,8 @@ def test_no_prompt_occurs_twice_in_a_step_and_epochs_are_complete(data):
     seed = data.draw(st.integers(0, 2**31 - 1))
     steps = [step_prompts(n, per_step, seed, step) for step in range(3 * n)]
     assert all(len(set(step)) == per_step for step in steps)
-    drawn = [i for step in steps for i in step]
-    counts = [Counter(drawn[n * e : n * (e + 1)]) for e in range(len(drawn) // n)]
+    indices = [i for step in steps for i in step]
+    counts = [Counter(indices[n * e : n * (e + 1)]) for e in range(len(indices) // n)]
     assert all(count == Counter(range(n)) for count in counts)
 
 
@@ -86,13 +87,8 @@ def test_more_prompts_per_step_than_prompts_is_rejected():
 def test_request_seeds_differ_in_every_argument_and_never_change():
     assert request_seed(0, 0, "a", 0) == 3314364817658374458
     assert request_seeds(0, 7, "a", range(-1, 12)) == [request_seed(0, 7, "a", i) for i in range(-1, 12)]
-    seeds = {
-        request_seed(run, step, uid, i)
-        for run in (0, 1)
-        for step in (-1, 0, 1)
-        for uid in "ab"
-        for i in (0, 1)
-    }
+    arguments = itertools.product((0, 1), (-1, 0, 1), "ab", (0, 1))  # run, step, uid, sample
+    seeds = {request_seed(*one) for one in arguments}
     assert len(seeds) == 24
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derived_seed(0, "a") not in seeds
@@ -106,28 +102,25 @@ def test_jsonl_parquet_saved_sets_and_directories_give_the_same_rows(tmp_path):
 
     records = [{"q": f"{i}+1=", "a": i + 1, "level": "easy"} for i in range(5)]
     jsonl(tmp_path / "set.jsonl", *records)
-    made = datasets.Dataset.from_list(records)
-    made.to_parquet(tmp_path / "set.parquet")
-    made.save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "saved_splits")
+    data_set = datasets.Dataset.from_list(records)
+    data_set.to_parquet(tmp_path / "set.parquet")
+    data_set.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": data_set}).save_to_disk(tmp_path / "saved_splits")
     (tmp_path / "directory").mkdir()
     jsonl(tmp_path / "directory" / "train.jsonl", *records)
     forms = {
-        "set.jsonl": "set.jsonl:3",
-        "set.parquet": "set.parquet:3",
-        "saved": "saved:3",
-        "saved_splits": "saved_splits/train:3",
-        "directory": "directory/train.jsonl:3",
-    }
+        "set.jsonl": "set.jsonl:3", "set.parquet": "set.parquet:3", "saved": "saved:3",
+        "saved_splits": "saved_splits/train:3", "directory": "directory/train.jsonl:3",
+    }  # fmt: skip
     for name, third in forms.items():
-        found = read(
+        loaded = read(
             DataSourceConfig(
                 path=str(tmp_path / name), problem_column="q", answer_column="a", columns=("level",), name="n"
             )
         )
-        got = [(r.problem, r.answer, r.source, r.columns) for r in found]
-        assert got == [(f"{i}+1=", str(i + 1), "n", {"level": "easy"}) for i in range(5)], name
-        assert found[2].location == str(tmp_path / third)
+        values = [(r.problem, r.answer, r.source, r.columns) for r in loaded]
+        assert values == [(f"{i}+1=", str(i + 1), "n", {"level": "easy"}) for i in range(5)], name
+        assert loaded[2].location == str(tmp_path / third)
 
 
 def test_reading_writes_no_files_and_sees_every_change(tmp_path):
@@ -164,11 +157,8 @@ def test_answer_pattern_extracts_group_one(tmp_path):
         ('{"problem": "p", "answer": 1', {}, ["not valid JSON"]),
         ("[1, 2]", {}, ["a JSON list", "object"]),
         ("null", {}, ["a null", "object"]),
-        (
-            {"problem": "p", "anwser": "1"},
-            {},
-            ["no column `answer`", "did you mean `anwser`?", "problem, anwser"],
-        ),
+        ({"problem": "p", "anwser": "1"}, {},
+         ["no column `answer`", "did you mean `anwser`?", "problem, anwser"]),
         ({"problem": "p", "answer": None}, {}, ["`answer` is empty", "remove the row"]),
         ({"problem": "p", "answer": "  "}, {}, ["`answer` is empty"]),
         ({"problem": "p", "answer": float("nan")}, {}, ["`answer` is empty"]),
@@ -181,14 +171,11 @@ def test_answer_pattern_extracts_group_one(tmp_path):
         ('{"problem": "\ud800"', {}, ["not UTF-8"]),
         ("[" * 100_000, {}, ["not valid JSON"]),
     ],
-)
+)  # fmt: skip
 def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, settings, words):
     path = tmp_path / "set.jsonl"
-    first = (
-        GOOD
-        | ({"answer": "#### 2"} if "answer_pattern" in settings else {})
-        | ({"level": 1} if "columns" in settings else {})
-    )
+    first = GOOD | ({"answer": "#### 2"} if "answer_pattern" in settings else {})
+    first |= {"level": 1} if "columns" in settings else {}
     text = line if isinstance(line, str) else json.dumps(line)
     path.write_bytes((json.dumps(first) + "\n" + text + "\n").encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError) as refusal:
@@ -225,8 +212,8 @@ def test_a_bad_file_is_refused_by_name(tmp_path, name, content, words):
 def test_a_missing_split_is_rejected_with_the_available_ones(tmp_path):
     import datasets
 
-    made = datasets.Dataset.from_list([GOOD])
-    datasets.DatasetDict({"train": made, "dev": made}).save_to_disk(tmp_path / "saved")
+    data_set = datasets.Dataset.from_list([GOOD])
+    datasets.DatasetDict({"train": data_set, "dev": data_set}).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match="no split `test`; it has train, dev"):
         read(DataSourceConfig(path=str(tmp_path / "saved"), split="test"))
 
@@ -242,7 +229,7 @@ configs:
 
 
 def test_a_directory_is_read_by_its_configuration(tmp_path):
-    """As a clone of openai/gsm8k has them."""
+    """As in a clone of openai/gsm8k."""
     (tmp_path / "README.md").write_text(CONFIGURATIONS)
     for name in ("main", "socratic"):
         (tmp_path / name).mkdir()
@@ -257,15 +244,12 @@ def test_a_directory_is_read_by_its_configuration(tmp_path):
 def test_a_configuration_of_what_has_none_is_refused(tmp_path):
     import datasets
 
-    made = datasets.Dataset.from_list([GOOD])
-    made.save_to_disk(tmp_path / "saved")
-    made.to_parquet(tmp_path / "set.parquet")
+    data_set = datasets.Dataset.from_list([GOOD])
+    data_set.save_to_disk(tmp_path / "saved")
+    data_set.to_parquet(tmp_path / "set.parquet")
     jsonl(tmp_path / "set.jsonl", GOOD)
-    for name, kind in (
-        ("saved", "saved data set"),
-        ("set.parquet", "single file"),
-        ("set.jsonl", "single file"),
-    ):
+    kinds = {"saved": "saved data set", "set.parquet": "single file", "set.jsonl": "single file"}
+    for name, kind in kinds.items():
         with pytest.raises(ValueError, match=f"{name}: `subset` = main, but a {kind} has no configurations"):
             read(DataSourceConfig(path=str(tmp_path / name), subset="main"))
 
@@ -336,57 +320,53 @@ def test_a_prompt_without_tokens_is_refused_with_its_line(tiny_model, overlong):
 
 
 def test_a_tokenizer_without_a_usable_chat_template_is_refused_with_the_remedy(tiny_model):
-    own = AutoTokenizer.from_pretrained(tiny_model)
-    own.chat_template = "{{ raise_exception('System role not supported') }}"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(
         ValueError, match=r"rejects the system and user .*System role not supported.*system_prompt"
     ):
-        prompts_of(rows("1+1="), own, system_prompt="Add.")
-    own.chat_template = None
+        prompts_of(rows("1+1="), tokenizer, system_prompt="Add.")
+    tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"no chat template.*data\.chat_template=none"):
-        build_prompts(rows("1+1="), own, max_prompt_tokens=99)
+        build_prompts(rows("1+1="), tokenizer, max_prompt_tokens=99)
 
 
 def test_template_arguments_reach_the_template(tiny_model):
-    own = AutoTokenizer.from_pretrained(tiny_model)
-    own.chat_template = "{{ messages[0].content }}{% if thinking %}<think>{% endif %}"
-    (prompt,) = prompts_of(rows("1+1="), own, template_kwargs={"thinking": True})
-    assert own.decode(prompt.token_ids) == "1+1=<think>"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if thinking %}<think>{% endif %}"
+    (prompt,) = prompts_of(rows("1+1="), tokenizer, template_kwargs={"thinking": True})
+    assert tokenizer.decode(prompt.token_ids) == "1+1=<think>"
 
 
 @pytest.mark.parametrize("arguments", [{"tools": "x"}, {"thinking": 1}, {"tokenize": True}])
 def test_template_arguments_that_cannot_be_used_are_refused_by_key(tiny_model, arguments):
-    own = AutoTokenizer.from_pretrained(tiny_model)
-    own.chat_template = "{{ messages[0].content + (thinking or '') }}"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ messages[0].content + (thinking or '') }}"
     message = r"\w:\d+: the model's chat template rejects .*check .* data\.template_kwargs"
     with pytest.raises(ValueError, match=message):
-        prompts_of(rows("1+1="), own, template_kwargs=arguments)
+        prompts_of(rows("1+1="), tokenizer, template_kwargs=arguments)
 
 
 def test_overlap_sees_through_case_space_and_punctuation_but_not_through_numbers(tokenizer):
-    def made(*problems):
+    def prompts(*problems):
         return prompts_of(rows(*problems), tokenizer)
 
-    train = made("Tom has 3 apples.", "What is $2-1$?")
-    assert check_overlap(train, made("tom  has 3 apples", "Tom has 4 apples.", "What is 2 - 1")).startswith(
-        "2 of 3 problems are also in the training set"
-    )
-    assert check_overlap(train, made("Tom has 31 apples.", "What is $2+1$?")) == ""
+    train = prompts("Tom has 3 apples.", "What is $2-1$?")
+    assert check_overlap(
+        train, prompts("tom  has 3 apples", "Tom has 4 apples.", "What is 2 - 1")
+    ).startswith("2 of 3 problems are also in the training set")
+    assert check_overlap(train, prompts("Tom has 31 apples.", "What is $2+1$?")) == ""
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("What is 1.5% of 200?", "What is 15% of 200?"),
-        ("What is .5 + 1?", "What is 5 + 1?"),
-        ("Compute 5! + 1", "Compute 5 + 1"),
-        ("Compute (n-1)! + n!", "Compute (n-1) + n"),
-        ("Find f'(2)", "Find f(2)"),
-        ("Find f''(2)", "Find f'(2)"),
-        ("Sum of 1, 2, 3", "Sum of 12, 3"),
+        ("What is 1.5% of 200?", "What is 15% of 200?"), ("What is .5 + 1?", "What is 5 + 1?"),
+        ("Compute 5! + 1", "Compute 5 + 1"), ("Compute (n-1)! + n!", "Compute (n-1) + n"),
+        ("Find f'(2)", "Find f(2)"), ("Find f''(2)", "Find f'(2)"), ("Sum of 1, 2, 3", "Sum of 12, 3"),
         ("Sum of 1 234", "Sum of 1234"),
     ],
-)
+)  # fmt: skip
 def test_overlap_keeps_apart_what_a_mark_makes_another_problem(tokenizer, one, other):
     assert check_overlap(prompts_of(rows(one), tokenizer), prompts_of(rows(other), tokenizer)) == ""
 
@@ -394,30 +374,21 @@ def test_overlap_keeps_apart_what_a_mark_makes_another_problem(tokenizer, one, o
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("What is 2 + 2?", "what is 2+2"),
-        ("Look! It's $1,000$, isn't it?", "look its 1000 isnt it"),
-        ("Sum of 1,2,3.", 'sum of "1, 2, 3"'),
-        ("A bus (no. 7) stops.", "a bus (no 7) stops!"),
-        ("Let A = {100,200,300}.", "Let A={100, 200, 300}."),
-        ("(1,200),(3,4)", "(1, 200), (3, 4)"),
+        ("What is 2 + 2?", "what is 2+2"), ("Look! It's $1,000$, isn't it?", "look its 1000 isnt it"),
+        ("Sum of 1,2,3.", 'sum of "1, 2, 3"'), ("A bus (no. 7) stops.", "a bus (no 7) stops!"),
+        ("Let A = {100,200,300}.", "Let A={100, 200, 300}."), ("(1,200),(3,4)", "(1, 200), (3, 4)"),
     ],
-)
+)  # fmt: skip
 def test_overlap_ignores_punctuation_and_space(tokenizer, one, other):
     assert check_overlap(prompts_of(rows(one), tokenizer), prompts_of(rows(other), tokenizer))
 
 
 @pytest.mark.slow  # their files are read whole
 def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):
-    train, test = (
-        prompts_of(
-            read(DataSourceConfig(path=str(shared_data / f"gsm8k_{split}.jsonl"))),
-            tokenizer,
-            use_chat_template=False,
-            max_prompt_tokens=5000,
-        )
-        for split in ("train", "test")
-    )
-    assert check_overlap(train, test) == ""
+    files = [shared_data / f"gsm8k_{split}.jsonl" for split in ("train", "test")]
+    sets = [read(DataSourceConfig(path=str(file))) for file in files]
+    plain = {"use_chat_template": False, "max_prompt_tokens": 5000}
+    assert check_overlap(*(prompts_of(rows, tokenizer, **plain) for rows in sets)) == ""
 
 
 @pytest.mark.parametrize("pattern", slow_after([r"((a+)+)b", r"((?:a|aa)+)c", r"(a*a*a*a*a*a*a*)[bc]"], 1))
@@ -434,11 +405,8 @@ def test_a_pattern_is_searched_in_long_and_odd_texts(tmp_path):
     path = tmp_path / "rows.jsonl"
     texts = ["x" * 1_000_000 + "#### 5", "\u2028\u200b\n#### 6", "#### 7\n"]
     path.write_text("\n".join(json.dumps({"problem": "p", "answer": text}) for text in texts))
-    assert [row.answer for row in read(DataSourceConfig(path=str(path), answer_pattern="#### (.+)"))] == [
-        "5",
-        "6",
-        "7",
-    ]
+    loaded = read(DataSourceConfig(path=str(path), answer_pattern="#### (.+)"))
+    assert [row.answer for row in loaded] == ["5", "6", "7"]
 
 
 @pytest.mark.parametrize("value", ["Infinity", "-Infinity", "true", "1e999"])
@@ -460,13 +428,13 @@ def test_a_value_that_is_no_finite_number_is_no_answer(tmp_path, value):
 def test_a_demonstration_that_the_chat_template_rejects_is_named_with_its_line_and_its_own_keys(
     tiny_model, tmp_path, row
 ):
-    own = AutoTokenizer.from_pretrained(tiny_model)
-    own.chat_template = "{{ raise_exception('no ' + tone) }}"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ raise_exception('no ' + tone) }}"
     file = tmp_path / "shown.jsonl"
     file.write_text(json.dumps(row | {"template_kwargs": {"tone": "jokes"}}) + "\n")
-    said = r"shown\.jsonl:1: .*no jokes.*the row's messages and `template_kwargs`"
-    with pytest.raises(ValueError, match=said):
-        load_pairs(SFTConfig(model="demo:tiny", data=str(file)), own)
+    message = r"shown\.jsonl:1: .*no jokes.*the row's messages and `template_kwargs`"
+    with pytest.raises(ValueError, match=message):
+        load_pairs(SFTConfig(model="demo:tiny", data=str(file)), tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ def test_every_documented_form_of_a_row_is_read_and_its_given_parts_are_marked(t
     assert len([json.loads(line) for line in block.splitlines()]) == 7
     path, tokenizer = tmp_path / "sft.jsonl", character_tokenizer()
     path.write_text(block)
-    shown = []
+    texts = []
     for pair in load_pairs(SFTConfig.model_validate({"model": "demo:tiny", "data": str(path)}), tokenizer):
         runs = groupby(zip(pair.sampled, pair.completion, strict=True), lambda token: token[0])
-        parts = [(own, tokenizer.decode([token for _, token in run])) for own, run in runs]
-        shown.append((tokenizer.decode(pair.prompt), "".join(f"[{t}]" if own else t for own, t in parts)))
-    assert shown == [
+        parts = [(is_sampled, tokenizer.decode([token for _, token in run])) for is_sampled, run in runs]
+        texts.append((tokenizer.decode(pair.prompt), "".join(f"[{t}]" if s else t for s, t in parts)))
+    assert texts == [
         ("<|user|>2+2=<|assistant|>", "[4<|end|>]"),
         ("<|system|>Be brief.<|user|>2+2=<|assistant|>", "[4<|end|>]"),
         ("2+2=", "[4<|end|>]"),
@@ -91,11 +91,11 @@ def test_a_conversation_in_a_table_is_learned_like_one_in_a_file(tmp_path):
     (tmp_path / "plain.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     (tmp_path / "shared.jsonl").write_text(json.dumps({"messages": shared}) + "\n")
     pq.write_table(pa.Table.from_pylist([{"messages": turns, "prompt": None}]), tmp_path / "table.parquet")
-    found = [
+    loaded = [
         load_pairs(SFTConfig.model_validate({"model": "demo:tiny", "data": str(path)}), tokenizer)
         for path in sorted(tmp_path.iterdir())
     ]
-    assert found[0] == found[1] == found[2]
-    (pair,) = found[0]
-    given = [token for token, sampled in zip(pair.completion, pair.sampled, strict=True) if not sampled]
-    assert tokenizer.decode(given) == "<|tool|>4<|assistant|>"
+    assert loaded[0] == loaded[1] == loaded[2]
+    (pair,) = loaded[0]
+    tokens = [token for token, sampled in zip(pair.completion, pair.sampled, strict=True) if not sampled]
+    assert tokenizer.decode(tokens) == "<|tool|>4<|assistant|>"

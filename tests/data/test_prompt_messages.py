@@ -1,5 +1,5 @@
-"""A row's messages are the prompt: its system prompt and earlier turns are in what the model reads, and in
-all that is made of a prompt.
+"""A row's messages are the prompt: the model, and all that is made of a prompt, see its system prompt and
+earlier turns.
 """
 
 import json
@@ -40,11 +40,9 @@ def rows(path, *conversations):
     return read(DataSourceConfig(path=str(path), problem_column="prompt"))
 
 
-def prompts(found, **settings):
-    settings = {"system_prompt": "Be brief.", "instruction": "Now."} | settings
-    return build_prompts(
-        found, character_tokenizer(), PromptFormat(**settings), max_prompt_tokens=999
-    ).prompts
+def prompts(data_rows, **settings):
+    form = PromptFormat(**{"system_prompt": "Be brief.", "instruction": "Now."} | settings)
+    return build_prompts(data_rows, character_tokenizer(), form, max_prompt_tokens=999).prompts
 
 
 def text_of(prompt):
@@ -52,13 +50,13 @@ def text_of(prompt):
 
 
 def test_the_model_reads_system_prompt_and_earlier_turns_of_each_row(tmp_path):
-    found = rows(tmp_path / "set.jsonl", TURNS, TURNS[1:], TURNS[3:])
-    first, second, third = prompts(found)
-    assert text_of(first) == WITH_TURNS  # the row's own system prompt takes the place of the configured one
+    data_rows = rows(tmp_path / "set.jsonl", TURNS, TURNS[1:], TURNS[3:])
+    first, second, third = prompts(data_rows)
+    assert text_of(first) == WITH_TURNS  # the row's system prompt replaces the configured one
     assert text_of(second) == WITH_TURNS.replace("Add.", "Be brief.")
     assert text_of(third) == "<|system|>Be brief.<|user|>2+2=\nNow.<|assistant|>"
     assert [prompt.text for prompt in (first, second, third)] == ["2+2="] * 3
-    plain, *_ = prompts(found, use_chat_template=False)
+    plain, *_ = prompts(data_rows, use_chat_template=False)
     assert text_of(plain) == "Add.\n1+1=\n2\n2+2=\nNow."
 
 
@@ -96,7 +94,7 @@ def test_a_conversation_is_the_same_from_a_table_which_has_dates_and_the_keys_of
 
 
 def test_uids_of_plain_rows_stay_as_they_were():
-    """A checkpoint names the prompts it has taken by them."""
+    """Checkpoints name prompts by their uids."""
     (prompt,) = prompts([DataRow("1+1=", "2", "set", "set.jsonl:1", {})])
     assert prompt.uid == "set-15c4b21b841ff37f"
 
@@ -112,36 +110,35 @@ def test_a_teacher_reads_the_row_s_turns_with_its_own_question(tmp_path):
     data = DataConfig(train=(DataSourceConfig(path="set.jsonl"),), instruction="Now.")
     teachers = [{"name": "self", "model": "reference", "prompt": "{problem} It is {answer}."}]
     distillation = DistillationConfig.model_validate({"teachers": teachers})
-    (prompt,) = add_teacher_prompts(
-        distillation, data, prompts(rows(tmp_path / "set.jsonl", TURNS)), character_tokenizer()
-    )
+    student = prompts(rows(tmp_path / "set.jsonl", TURNS))
+    (prompt,) = add_teacher_prompts(distillation, data, student, character_tokenizer())
     read_by_teacher = character_tokenizer().decode(prompt.teacher_ids["self"].tolist())
     assert read_by_teacher == WITH_TURNS.replace("2+2=", "2+2= It is 4.")
 
 
 def test_an_answer_at_the_end_of_the_messages_is_left_out_and_named(tmp_path):
-    found = rows(tmp_path / "set.jsonl", [*TURNS, {"role": "assistant", "content": "It is 4."}], TURNS)
+    data_rows = rows(tmp_path / "set.jsonl", [*TURNS, {"role": "assistant", "content": "It is 4."}], TURNS)
     source = DataSourceConfig(path=str(tmp_path / "set.jsonl"))
     data = DataConfig(train=(source,), instruction="Now.")
     sections = SimpleNamespace(data=data, rewards=RewardsConfig(), environments=EnvironmentsConfig())
-    said = []
-    built = load_prompts(sections, source, found, character_tokenizer(), said.append)
+    notes = []
+    built = load_prompts(sections, source, data_rows, character_tokenizer(), notes.append)
     assert [text_of(prompt) for prompt in built.prompts] == [WITH_TURNS] * 2
-    assert said == [
+    assert notes == [
         "set: 1 of 2 rows end with the assistant's message, which is left out: the policy writes it; e.g. "
-        f"{found[0].location}: 'It is 4.'"
+        f"{data_rows[0].location}: 'It is 4.'"
     ]
 
 
 def test_several_answers_are_named_with_the_rule_for_them(tmp_path):
     path = tmp_path / "set.jsonl"
     path.write_text('{"problem": "p", "answer": ["5", "five"]}\n{"problem": "q", "answer": ["6"]}\n')
-    said, data = [], DataConfig(train=(DataSourceConfig(path=str(path)),))
+    notes, data = [], DataConfig(train=(DataSourceConfig(path=str(path)),))
     for rule in ("any", "all"):
         source = DataSourceConfig(path=str(path), multiple_answers=rule)
         sections = SimpleNamespace(data=data, rewards=RewardsConfig(), environments=EnvironmentsConfig())
-        load_prompts(sections, source, read(source), character_tokenizer(), said.append)
-    about = [text for text in said if "several answers" in text]
+        load_prompts(sections, source, read(source), character_tokenizer(), notes.append)
+    about = [text for text in notes if "several answers" in text]
     assert about == [
         f'set: 1 of 2 rows have several answers, of which any is right, e.g. {path}:1: ["5", "five"]; set '
         "`multiple_answers` of the source to all where they are the answer together"
@@ -171,15 +168,14 @@ class Riddle(Plain):
 def test_an_environment_asks_the_row_s_messages_or_refuses_to_drop_them(tmp_path):
     (tmp_path / "riddles.py").write_text(CODE)
     environments, tokenizer = EnvironmentsConfig(code_paths=(str(tmp_path),)), character_tokenizer()
-    found = rows(tmp_path / "set.jsonl", TURNS)
+    data_rows = rows(tmp_path / "set.jsonl", TURNS)
     source = DataSourceConfig(path=str(tmp_path / "set.jsonl"), problem_column="prompt")
     data = DataConfig(train=(source,), environment="riddles:Plain", instruction="Now.")
-    tasks = source_tasks(data, environments, source, found, tokenizer)
-    (prompt,) = build_prompts(
-        found, tokenizer, PromptFormat.from_config(data), max_prompt_tokens=999, tasks=tasks
-    ).prompts
+    tasks = source_tasks(data, environments, source, data_rows, tokenizer)
+    form = PromptFormat.from_config(data)
+    (prompt,) = build_prompts(data_rows, tokenizer, form, max_prompt_tokens=999, tasks=tasks).prompts
     assert text_of(prompt) == WITH_TURNS
     assert [message["content"] for message in prompt.task.messages] == ["Add.", "1+1=", "2", "2+2=\nNow."]
     riddle = data.model_copy(update={"environment": "riddles:Riddle"})
     with pytest.raises(ValueError, match=r"set\.jsonl:1: environment riddles:Riddle .* prompt\.-1\.content"):
-        source_tasks(riddle, environments, source, found, tokenizer)
+        source_tasks(riddle, environments, source, data_rows, tokenizer)

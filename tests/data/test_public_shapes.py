@@ -16,18 +16,18 @@ USER = [{"role": "user", "content": "What is 2+3?"}]
 SHARED = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "What is 2+3?"}]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *USER]
 VERL = {"data_source": "math", "ability": "math", "reward_model": {"ground_truth": "5", "style": "rule"}}
-OF_VERL = {"problem_column": "prompt", "answer_column": "reward_model.ground_truth"}
+VERL_COLUMNS = {"problem_column": "prompt", "answer_column": "reward_model.ground_truth"}
 
 # A row, the settings of its source, and what is read in place of the problem "What is 2+3?" and the gold 5.
 SHAPES = {
     # DAPO-Math-17k, verl's GSM8K, GURU-92k: `index` is text in one and a number in the other
     "verl": (
         VERL | {"prompt": USER, "extra_info": {"index": "9c1", "split": "train"}},
-        OF_VERL | {"columns": ("extra_info.index", "extra_info")},
+        VERL_COLUMNS | {"columns": ("extra_info.index", "extra_info")},
         {"columns": {"extra_info.index": "9c1", "extra_info": {"index": "9c1", "split": "train"}}},
     ),
     # Eurus-2-RL-Data, AM-Thinking-v1-RL-Dataset: a system prompt in each row
-    "eurus": (VERL | {"prompt": SYSTEM}, OF_VERL, {"messages": tuple(SYSTEM)}),
+    "eurus": (VERL | {"prompt": SYSTEM}, VERL_COLUMNS, {"messages": tuple(SYSTEM)}),
     # Skywork-OR1-RL-Data: the gold is a list in text; a name of a nested column has dots
     "skywork": (
         {
@@ -35,11 +35,11 @@ SHAPES = {
             "reward_model": {"ground_truth": '["5"]', "style": "rule"},
             "extra_info": {"index": 3, "model_difficulty": {"DeepSeek-R1-Distill-Qwen-1.5B": 7}},
         },
-        OF_VERL | {"columns": ("extra_info.model_difficulty.DeepSeek-R1-Distill-Qwen-1.5B",)},
+        VERL_COLUMNS | {"columns": ("extra_info.model_difficulty.DeepSeek-R1-Distill-Qwen-1.5B",)},
         {"columns": {"extra_info.model_difficulty.DeepSeek-R1-Distill-Qwen-1.5B": 7}},
     ),
     # verl's documentation, Search-R1: the gold is a list
-    "list_of_one": ({"prompt": USER, "reward_model": {"ground_truth": ["5"]}}, OF_VERL, {}),
+    "list_of_one": ({"prompt": USER, "reward_model": {"ground_truth": ["5"]}}, VERL_COLUMNS, {}),
     # AReaL-boba, Dolci-RL: several golds, of which any is right
     "several_golds": (
         {"prompt": "What is 2+3?", "solutions": ["5", "five", "5"]},
@@ -128,9 +128,7 @@ SHAPES = {
         {
             "problem": "Sure?",
             "messages": (
-                *SYSTEM,
-                {"role": "assistant", "content": "5"},
-                {"role": "user", "content": "Sure?"},
+                *SYSTEM, {"role": "assistant", "content": "5"}, {"role": "user", "content": "Sure?"},
             ),
         },
     ),
@@ -155,10 +153,7 @@ SHAPES = {
         },
         {
             "messages": (
-                SYSTEM[0],
-                {"role": "user", "content": "1+1?"},
-                {"role": "assistant", "content": "2"},
-                *USER,
+                SYSTEM[0], {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, *USER,
             )
         },
     ),
@@ -179,7 +174,7 @@ SHAPES = {
     # nested columns that pandas wrote to CSV, where text has either quote
     "python_in_text": (
         {"prompt": str(SYSTEM), "reward_model": str({"ground_truth": "5", "style": "it's"})},
-        OF_VERL,
+        VERL_COLUMNS,
         {"messages": tuple(SYSTEM)},
     ),
     # ShareGPT
@@ -226,13 +221,8 @@ def test_a_public_shape_is_read_by_settings_alone(tmp_path, name, ending):
     path = tmp_path / f"set.{ending}"
     _write(path, row)
     first, second = read(DataSourceConfig(path=str(path), **settings))
-    whole = {
-        "problem": "What is 2+3?",
-        "answer": "5",
-        "messages": (),
-        "columns": {},
-        "left_out": "",
-    } | expected
+    default = {"problem": "What is 2+3?", "answer": "5", "messages": (), "columns": {}, "left_out": ""}
+    whole = default | expected
     assert {key: getattr(first, key) for key in whole} == whole
     assert (first.location, second.location) == (f"{path}:1", f"{path}:2")
 
@@ -240,39 +230,33 @@ def test_a_public_shape_is_read_by_settings_alone(tmp_path, name, ending):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            {"problem_column": "prompt"},
-            ["no column `answer`", "reward_model.ground_truth", "prompt.0.content"],
-        ),
-        (OF_VERL | {"answer_column": "ground_truth"}, ["did you mean `reward_model.ground_truth`?"]),
-        (OF_VERL | {"answer_column": "reward_model.gold"}, ["no column `reward_model.gold`"]),
-        (OF_VERL | {"answer_column": "prompt.3.content"}, ["no column `prompt.3.content`"]),
-        (OF_VERL | {"answer_column": "reward_model"}, ["is a dict", "(data_source, ", "reward_model.style)"]),
-        (OF_VERL | {"problem_column": "nums"}, ["`nums` is a list ([2, 3])", "`problem_template`"]),
-        (OF_VERL | {"columns": ("index",)}, ["did you mean `extra_info.index`?", "Set `columns`"]),
-        (
-            {"problem_template": "{x}?", "answer_column": "data_source"},
-            ["no column `x`", "Set `problem_template` of"],
-        ),
-        (OF_VERL | {"system_column": "system"}, ["no column `system`", "Set `system_column` of"]),
-        (OF_VERL | {"history_column": "nums"}, ["`nums` is '[2, 3]'; expected a list of pairs"]),
-        (OF_VERL | {"problem_column": "images"}, ["`images`: message 0 has a part of type image"]),
-        (OF_VERL | {"problem_column": "answers"}, ["`answers` has no message of the user"]),
+        ({"problem_column": "prompt"},
+         ["no column `answer`", "reward_model.ground_truth", "prompt.0.content"]),
+        (VERL_COLUMNS | {"answer_column": "ground_truth"}, ["did you mean `reward_model.ground_truth`?"]),
+        (VERL_COLUMNS | {"answer_column": "reward_model.gold"}, ["no column `reward_model.gold`"]),
+        (VERL_COLUMNS | {"answer_column": "prompt.3.content"}, ["no column `prompt.3.content`"]),
+        (VERL_COLUMNS | {"answer_column": "reward_model"},
+         ["is a dict", "(data_source, ", "reward_model.style)"]),
+        (VERL_COLUMNS | {"problem_column": "nums"}, ["`nums` is a list ([2, 3])", "`problem_template`"]),
+        (VERL_COLUMNS | {"columns": ("index",)}, ["did you mean `extra_info.index`?", "Set `columns`"]),
+        ({"problem_template": "{x}?", "answer_column": "data_source"},
+         ["no column `x`", "Set `problem_template` of"]),
+        (VERL_COLUMNS | {"system_column": "system"}, ["no column `system`", "Set `system_column` of"]),
+        (VERL_COLUMNS | {"history_column": "nums"}, ["`nums` is '[2, 3]'; expected a list of pairs"]),
+        (VERL_COLUMNS | {"problem_column": "images"}, ["`images`: message 0 has a part of type image"]),
+        (VERL_COLUMNS | {"problem_column": "answers"}, ["`answers` has no user message"]),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_a_missing_column_or_one_of_another_kind_is_answered_with_the_columns_there_are(
     tmp_path, ending, settings, words
 ):
     row = {
-        "data_source": "math",
-        "prompt": USER,
-        "nums": [2, 3],
-        "extra_info": {"index": 3},
+        "data_source": "math", "prompt": USER, "nums": [2, 3], "extra_info": {"index": 3},
         "images": [{"role": "user", "content": [{"type": "image", "text": None}]}],
         "answers": [{"role": "assistant", "content": "5"}],
         "reward_model": {"ground_truth": "5", "style": "rule"},
-    }
+    }  # fmt: skip
     path = tmp_path / f"set.{ending}"
     _write(path, row)
     with pytest.raises(ValueError) as refusal:
@@ -283,13 +267,13 @@ def test_a_missing_column_or_one_of_another_kind_is_answered_with_the_columns_th
         assert word in message
 
 
-def test_a_table_is_read_by_names_with_dots_of_their_own_and_messages_name_all_its_columns(tmp_path):
+def test_column_names_of_a_table_may_have_dots_and_messages_name_all_its_columns(tmp_path):
     path = tmp_path / "set.parquet"
     row = {"problem": "1+1=", "gold": {"value": "3"}, "gold.value": "2", "level": {"a.b": 1}, "unread": "x"}
     pq.write_table(pa.Table.from_pylist([row]), path)
     source = {"path": str(path), "columns": ("level.a.b",)}
-    (found,) = read(DataSourceConfig(**source, answer_column="gold.value"))
-    assert (found.answer, found.columns) == ("2", {"level.a.b": 1})
+    (parsed,) = read(DataSourceConfig(**source, answer_column="gold.value"))
+    assert (parsed.answer, parsed.columns) == ("2", {"level.a.b": 1})
     with pytest.raises(ValueError, match=r"no column `gold\.text`.* The row has: .*, unread\. Set"):
         read(DataSourceConfig(**source, answer_column="gold.text"))
 
@@ -299,7 +283,7 @@ def test_a_row_without_a_nested_object_has_an_empty_answer(tmp_path):
     rows = [VERL | {"prompt": USER}, {"prompt": USER, "reward_model": None}]
     pq.write_table(pa.Table.from_pylist(rows), path)
     with pytest.raises(ValueError, match=r"set\.parquet:2: `reward_model\.ground_truth` is empty"):
-        read(DataSourceConfig(path=str(path), **OF_VERL))
+        read(DataSourceConfig(path=str(path), **VERL_COLUMNS))
 
 
 def test_a_row_has_one_system_prompt(tmp_path):
@@ -309,5 +293,5 @@ def test_a_row_has_one_system_prompt(tmp_path):
     settings = {"problem_column": "prompt", "system_column": "system", "history_column": "history"}
     (first,) = read(DataSourceConfig(path=str(path), max_rows=1, **settings))
     assert (first.problem, first.messages) == ("What is 2+3?", ())
-    with pytest.raises(ValueError, match=r"set\.jsonl:2: `prompt` has a system prompt or turns of its own"):
+    with pytest.raises(ValueError, match=r"set\.jsonl:2: `prompt` has a system prompt or earlier turns"):
         read(DataSourceConfig(path=str(path), **settings))

@@ -17,7 +17,7 @@ TESTS = "tests/data/reasoning_gym_problems.py"
 @pytest.mark.timeout(2 * HANG_S)
 def test_the_source_and_its_scorer_hold_in_an_interpreter_with_the_package() -> None:
     python = interpreter_with("reasoning_gym")
-    # Not those of the processes that share out the tests of this session.
+    # Without the variables of this session's workers.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", TESTS]
     done = subprocess.run(

@@ -45,7 +45,7 @@ ROWS = [
 
 
 def write(path, kind):
-    """Write the rows in an order in which equal ones are neither together nor evenly spaced."""
+    """Write the rows; equal ones are neither adjacent nor evenly spaced."""
     rows = random.Random(0).choices(ROWS, k=70)
     if kind == "jsonl":
         path.write_text("\n\n".join(json.dumps(row, ensure_ascii=i % 2) for i, row in enumerate(rows)))
@@ -83,10 +83,10 @@ def outcome(sources, **settings):
         train=sources, eval=sources[:1], max_prompt_tokens=120, overlong="drop", overlap="warn", **settings
     )
     sections = SimpleNamespace(data=data, rewards=RewardsConfig(), environments=EnvironmentsConfig())
-    said = []
+    messages = []
     tokenizer = character_tokenizer()
-    built = train_prompts(sections, read_all(sources), tokenizer, said.append)
-    (held_out,) = prepare_eval(sections, read_all(sources[:1]), tokenizer, built.prompts, said.append)
+    built = train_prompts(sections, read_all(sources), tokenizer, messages.append)
+    (held_out,) = prepare_eval(sections, read_all(sources[:1]), tokenizer, built.prompts, messages.append)
     prompts, orders = list(built.prompts), []
     epochs = EpochOrder(len(built.prompts), 3, seed=3)
     stream = PromptStream(built.prompts, 3, seed=3, state=OrderState(), weights=data.weights)
@@ -101,14 +101,14 @@ def outcome(sources, **settings):
         "order": orders,
         "rows": list(built.row_uids),
         "dropped": [str(row) for row in built.dropped],
-        "said": said,
+        "said": messages,
         "resume": data_digest(built.prompts) + columns_digest(built.prompts),
     }
 
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # locations are in what is said
+    monkeypatch.chdir(tmp_path)  # messages name locations
     for kind in SOURCES:
         write(tmp_path / f"rows.{kind}", kind)
     return tuple(
@@ -118,25 +118,25 @@ def sources(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Store all that is read, however few rows."""
+    """Store all that is read, also few rows."""
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
     for module in ("grpo_dist.data.readers", "grpo_dist.runs.prepare"):
         monkeypatch.setattr(f"{module}.STORED_FROM", 1)
-    # Which golds parse is asked of processes, and is not what differs here.
+    # Processes parse the golds, and their results do not differ here.
     monkeypatch.setattr("grpo_dist.runs.prepare.find_unreadable", lambda golds, settings: ([], len(golds)))
     return tmp_path / "cache" / "rows"
 
 
-# Of each case: hashes of its parts as one call per row gave them, in the order of `outcome`.
+# Per case: hashes of its parts as one call per row gave them, in the order of `outcome`.
 RECORDED = {
     "as_they_are": (
-        "75bdf70e 479b446b 3f0f0023 7a527a78 fc121af9 e32f4601 6b2d1e00 5d336393 353fc1c1 51cc378c"
+        "75bdf70e 479b446b 3f0f0023 7a527a78 fc121af9 e32f4601 6b2d1e00 5d336393 4ae7c27a 51cc378c"
     ),
     "deduplicated": (
-        "5659cbb2 f84454ac deae2d40 5decf758 b79efa96 c6c188d1 914caeb4 c1f9475f ec659558 d8198fce"
+        "5659cbb2 f84454ac deae2d40 5decf758 b79efa96 c6c188d1 914caeb4 c1f9475f 2dfddbfd d8198fce"
     ),
-    "plain": ("75bdf70e 31096676 14711b4f 7a527a78 04264552 e32f4601 6b2d1e00 0f8ceddc ba97786a adccbb00"),
-    "weighted": ("75bdf70e 479b446b 3f0f0023 7a527a78 fc121af9 4a0b86e6 6b2d1e00 5d336393 353fc1c1 51cc378c"),
+    "plain": ("75bdf70e 31096676 14711b4f 7a527a78 04264552 e32f4601 6b2d1e00 0f8ceddc 7f2741a0 adccbb00"),
+    "weighted": ("75bdf70e 479b446b 3f0f0023 7a527a78 fc121af9 4a0b86e6 6b2d1e00 5d336393 4ae7c27a 51cc378c"),
 }
 SETTINGS = {
     "as_they_are": {},
@@ -147,7 +147,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_prompts_are_those_of_one_call_per_row_also_when_they_are_read_back(sources, cache, case):
+def test_prompts_equal_one_call_per_row_also_when_they_are_read_back(sources, cache, case):
     if case == "weighted":
         sources = [source.model_copy(update={"weight": i}) for i, source in enumerate(sources, 1)]
     first = outcome(tuple(sources), **SETTINGS[case])
@@ -158,16 +158,13 @@ def test_prompts_are_those_of_one_call_per_row_also_when_they_are_read_back(sour
 
 PLAIN = [{"problem": f"{i % 7} + \u00e9\n 😀?", "answer": f" {i % 5} ", "other": i} for i in range(60)]
 OTHER = {
-    "a list": {"problem": "1+1", "answer": ["2", "two"]},
-    "a number": {"problem": "1+1", "answer": 2},
+    "a list": {"problem": "1+1", "answer": ["2", "two"]}, "a number": {"problem": "1+1", "answer": 2},
     "nothing": {"problem": "1+1", "answer": "2", "other": None},
     "several golds": {"problem": "1+1", "answer": '["2", "two"]'},
     "messages": {"problem": json.dumps(SYSTEM), "answer": "5"},
-    "an empty answer": {"problem": "1+1", "answer": " "},
-    "no answer": {"problem": "1+1"},
-    "NUL": {"problem": "1+1", "answer": "2\0"},
-    "a surrogate": {"problem": "1+1\ud800", "answer": "2"},
-}
+    "an empty answer": {"problem": "1+1", "answer": " "}, "no answer": {"problem": "1+1"},
+    "NUL": {"problem": "1+1", "answer": "2\0"}, "a surrogate": {"problem": "1+1\ud800", "answer": "2"},
+}  # fmt: skip
 BROKEN = {
     "a blank line": '{"problem": "1", "answer": "2"}\n\n{"problem": "3", "answer": "4"}\n',
     "two on a line": '{"problem": "1", "answer": "2"}{"problem": "3", "answer": "4"}\n',
@@ -212,11 +209,12 @@ def test_a_large_file_is_read_as_one_row_after_another(tmp_path, monkeypatch, na
     monkeypatch.setattr("grpo_dist.data.files._PART_BYTES", 200)
     if name in ("plain", "parquet", "at most", "no end", "nothing"):
         monkeypatch.setattr("grpo_dist.data.readers._read_columns", None)
-    got = outcome()
+    actual = outcome()
     if isinstance(expected, str):
-        assert got == expected
+        assert actual == expected
     else:
-        assert got[0] == expected[0] and set(got[1]) <= set(expected[1]) and set(got[2]) == set(expected[2])
+        assert actual[0] == expected[0]
+        assert set(actual[1]) <= set(expected[1]) and set(actual[2]) == set(expected[2])
 
 
 def test_a_stored_file_is_read_again_where_it_its_settings_or_the_store_have_changed(sources, cache):
@@ -241,9 +239,9 @@ def test_rows_of_a_file_that_is_written_meanwhile_are_stored_under_no_name(sourc
     def read_columns(*arguments):
         text = text_file.read_text()
         text_file.write_text(text.replace("2+3", "3+2"))  # after it was hashed
-        return kept(*arguments)
+        return original(*arguments)
 
-    kept, text_file = readers._read_columns, Path("rows.jsonl")
+    original, text_file = readers._read_columns, Path("rows.jsonl")
     before = list(read(sources[0]))
     assert readers.read(sources[0]).key
     for stored in cache.glob("*.columns"):
@@ -308,7 +306,7 @@ def test_a_prompt_that_occurs_again_is_found_by_its_uid():
     assert occurrences(np.array([0, 1, 0, 0])).tolist() == [1, 1, 2, 3]
 
 
-def test_what_is_remembered_of_rows_does_not_grow_with_their_length(tmp_path, monkeypatch):
+def test_the_memory_for_repeated_rows_does_not_grow_with_their_length(tmp_path, monkeypatch):
     solution = "x" * 100_000
     assert len(record_hash({"problem": "1+1", "solution": solution})) == 16
     assert record_hash({"level": 1}) != record_hash({"level": True}) != record_hash({"level": 1.0})
@@ -332,18 +330,16 @@ DEMONSTRATIONS = [
 ]
 
 
-def test_demonstrations_that_repeat_are_those_of_each_row_also_when_they_are_read_back(
-    tmp_path, cache, monkeypatch
-):
+def test_repeated_demonstrations_equal_single_rows_also_when_they_are_read_back(tmp_path, cache, monkeypatch):
     def outcome(rows):
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        said = []
-        table = load_demonstrations(settings, tokenizer, say=said.append)
+        messages = []
+        table = load_demonstrations(settings, tokenizer, say=messages.append)
         assert not table.select(np.arange(1)).key
         return [
             [d.uid, d.row_uid, d.text, d.token_ids.tolist(), d.completion_ids.tolist(), str(d.sampled)]
             for d in table
-        ], said
+        ], messages
 
     monkeypatch.setattr("grpo_dist.data.demonstrations.STORED_FROM", 1)
     monkeypatch.setattr("grpo_dist.data.demonstrations._BATCH", 4)
@@ -352,44 +348,41 @@ def test_demonstrations_that_repeat_are_those_of_each_row_also_when_they_are_rea
     settings = SFTConfig.model_validate({"model": "demo:tiny", "data": "rows.jsonl"})
     alone = [outcome([row])[0][0] for row in DEMONSTRATIONS]
     order = random.Random(0).choices(range(len(DEMONSTRATIONS)), k=30)
-    rows, said = outcome([DEMONSTRATIONS[i] for i in order])
+    rows, messages = outcome([DEMONSTRATIONS[i] for i in order])
     assert [row[:2] + row[3:] for row in rows] == [alone[i][:2] + alone[i][3:] for i in order]
     assert [row[2] for row in rows] == [f"rows.jsonl:{i}" for i in range(1, 31)]
-    assert f"{order.count(1)} of 30 rows have special tokens" in said[0]
-    assert f", e.g. rows.jsonl:{order.index(1) + 1};" in said[0]
+    assert f"{order.count(1)} of 30 rows have special tokens" in messages[0]
+    assert f", e.g. rows.jsonl:{order.index(1) + 1};" in messages[0]
     monkeypatch.setattr("grpo_dist.data.demonstrations._Tokeniser.begin", None)
-    assert outcome([DEMONSTRATIONS[i] for i in order]) == (rows, said)
+    assert outcome([DEMONSTRATIONS[i] for i in order]) == (rows, messages)
 
 
 MANY = [{"prompt": f"{i % 7}+\u00e9\n=", "completion": f"{i % 5} \U0001f600"} for i in range(50)]
 ODD = {
-    "plain": None,
-    "at most": None,
-    "parquet": None,
+    "plain": None, "at most": None, "parquet": None,
     "a special token": {"prompt": "<|end|>1=", "completion": "2"},
     "an end": {"prompt": "1=", "completion": "2<|end|>"},
     "an end within": {"prompt": "1=", "completion": "2<|end|>3"},
     "a system prompt": {"prompt": "1=", "completion": "2", "system": "Be brief."},
     "another column": {"prompt": "1=", "completion": "2", "level": 1},
     "nothing": {"prompt": "1=", "completion": "2", "system": None},
-    "no completion": {"prompt": "1=", "completion": ""},
-    "no prompt": {"completion": "1"},
+    "no completion": {"prompt": "1=", "completion": ""}, "no prompt": {"completion": "1"},
     "too long": {"prompt": "1=", "completion": "2" * 200},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_a_large_file_of_demonstrations_is_read_as_one_row_after_another(tmp_path, monkeypatch, name):
     def outcome():
-        said = []
+        messages = []
         try:
             count = count_rows(settings)
-            table = load_demonstrations(settings, tokenizer, say=said.append)
+            table = load_demonstrations(settings, tokenizer, say=messages.append)
         except ValueError as error:
             return str(error)
         assert count == len(table)
         rows = [(row.uid, row.row_uid, row.source, row.text, str(row.sampled)) for row in table]
-        return rows, [[d.token_ids.tolist(), d.completion_ids.tolist()] for d in table], said
+        return rows, [[d.token_ids.tolist(), d.completion_ids.tolist()] for d in table], messages
 
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("grpo_dist.chat.batches._FEW", 1)

@@ -23,62 +23,63 @@ DEMO = [{"path": "demo:add3"}]
 START = OrderState()
 
 
-def of(index, right, *, samples=4, unscored=0):
-    """Return a group of prompt ``index`` with so many right samples."""
+def outcome(index, right, *, samples=4, unscored=0):
+    """Return a group of prompt ``index`` with ``right`` right samples."""
     rewards = [1.0] * right + [float("nan")] * unscored + [0.0] * (samples - right - unscored)
     return group(index, np.random.default_rng(0), samples=samples, rewards=rewards)
 
 
-def solved(n, *, share=0.9, keep=1, passed=None):
+def track_solved(n, *, share=0.9, keep=1, passed=None):
     return SolvedPrompts(fakes.prompts(n), passed or {}, share=share, keep=keep)
 
 
-def stream(n, per_batch, *, state=START, keep=None, share=0.9):
-    own = solved(n, share=share, keep=keep or per_batch, passed=state.left_out)
-    return PromptStream(fakes.prompts(n), per_batch, seed=0, state=state, solved=own)
+def make_stream(n, per_batch, *, state=START, keep=None, share=0.9):
+    solved_prompts = track_solved(n, share=share, keep=keep or per_batch, passed=state.left_out)
+    return PromptStream(fakes.prompts(n), per_batch, seed=0, state=state, solved=solved_prompts)
 
 
-def window_order(n, per_step, *, state=START, window=2):
-    own = solved(n, keep=per_step, passed=state.left_out)
+def make_window_order(n, per_step, *, state=START, window=2):
+    solved_prompts = track_solved(n, keep=per_step, passed=state.left_out)
     sizes = {"per_step": per_step, "window": window}
-    return LengthOrder(fakes.prompts(n), per_step, **sizes, seed=0, state=state, solved=own)
+    return LengthOrder(fakes.prompts(n), per_step, **sizes, seed=0, state=state, solved=solved_prompts)
 
 
 # --- which prompts
 
 
 def test_the_share_by_hand():
-    """9 of 10 are the 0.9 that is asked for; a sample that could not be scored is not right."""
-    assert [right_share(of(0, right, samples=10)) for right in (8, 9, 10)] == [0.8, 0.9, 1.0]
-    assert right_share(of(0, 9, samples=10, unscored=1)) == 0.9
-    assert right_share(of(0, 1, samples=10, unscored=9)) == 0.1
-    own = solved(4)
-    own.observe([of(0, 8, samples=10), of(1, 9, samples=10), of(2, 1, samples=10, unscored=9)])
-    assert own.is_out.tolist() == [False, True, False, False] and own.passed == {"p1": 0}
+    """9 of 10 are the required 0.9; a sample that could not be scored is not right."""
+    assert [right_share(outcome(0, right, samples=10)) for right in (8, 9, 10)] == [0.8, 0.9, 1.0]
+    assert right_share(outcome(0, 9, samples=10, unscored=1)) == 0.9
+    assert right_share(outcome(0, 1, samples=10, unscored=9)) == 0.1
+    tracker = track_solved(4)
+    groups = [outcome(i, right, samples=10) for i, right in enumerate((8, 9))]
+    tracker.observe([*groups, outcome(2, 1, samples=10, unscored=9)])
+    assert tracker.is_out.tolist() == [False, True, False, False] and tracker.passed == {"p1": 0}
 
 
-def test_a_group_that_lacks_samples_is_solved_by_those_of_a_whole_group():
-    """Two of eight came, both right: of the other six nothing is known. With nine of ten it is solved."""
-    assert right_share(of(0, 2, samples=2), 8) == 0.25
-    own = SolvedPrompts(fakes.prompts(3), {}, share=0.9, samples=10)
-    own.observe([of(0, 5, samples=5), of(1, 9, samples=9)])
-    assert own.passed == {"p1": 0}
+def test_samples_that_a_group_lacks_count_as_not_right():
+    """Two of eight came, both right: the other six are unknown. Nine right ones of ten solve a prompt."""
+    assert right_share(outcome(0, 2, samples=2), 8) == 0.25
+    tracker = SolvedPrompts(fakes.prompts(3), {}, share=0.9, samples=10)
+    tracker.observe([outcome(0, 5, samples=5), outcome(1, 9, samples=9)])
+    assert tracker.passed == {"p1": 0}
 
 
 def test_the_latest_group_decides_and_a_prompt_never_returns():
-    own = solved(3, share=1.0)
+    tracker = track_solved(3, share=1.0)
     for right in (0, 0, 4):
-        own.observe([of(0, right)])
-    assert own.passed == {"p0": 0}
-    own.observe([of(0, 0)])  # of a step that was on its way
-    assert own.is_out.tolist() == [True, False, False]
+        tracker.observe([outcome(0, right)])
+    assert tracker.passed == {"p0": 0}
+    tracker.observe([outcome(0, 0)])  # from a step in flight
+    assert tracker.is_out.tolist() == [True, False, False]
 
 
-def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_names_them(caplog):
-    own = solved(5, keep=3)
-    own.observe([of(i, 4) for i in range(5)])
-    own.observe([of(i, 4) for i in range(2, 5)])
-    assert own.passed == {"p0": 0, "p1": 0}
+def test_as_many_stay_as_the_steps_in_flight_hold_and_one_warning_names_them(caplog):
+    tracker = track_solved(5, keep=3)
+    tracker.observe([outcome(i, 4) for i in range(5)])
+    tracker.observe([outcome(i, 4) for i in range(2, 5)])
+    assert tracker.passed == {"p0": 0, "p1": 0}
     assert [record.getMessage() for record in caplog.records if record.name == "grpo_dist"] == [
         "data.order.drop_solved = 0.9: 2 of 5 prompts are solved and left out; the other 3 stay, solved or "
         "not, since the steps in flight hold 3. The run continues with them; end it, or start one with "
@@ -90,71 +91,71 @@ def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_names_them(
 
 
 def test_later_epochs_have_the_others_in_the_order_of_their_permutation():
-    """Six prompts, two a batch; those of the first batch are solved in epoch 0, and one more in epoch 1."""
-    own, epochs = stream(6, 2), [shuffled(6, 0, epoch).tolist() for epoch in range(3)]
-    drawn = []
+    """Six prompts, two per batch; the first batch is solved in epoch 0, and one more prompt in epoch 1."""
+    order, epochs = make_stream(6, 2), [shuffled(6, 0, epoch).tolist() for epoch in range(3)]
+    prompts = []
     for batch, right in enumerate((4, 0, 0)):
-        indices = own.take(batch)
-        drawn += map(own.prompt, indices)
-        own.trained(indices, [of(own.prompt(index), right) for index in indices])
-    assert drawn == epochs[0] and own.state.left_out == {f"p{i}": 0 for i in epochs[0][:2]}
-    left = [i for i in epochs[1] if i not in epochs[0][:2]]
-    assert [own.prompt(index) for index in own.take(3)] == left[:2]
-    own.trained([], [of(left[0], 4)])
-    drawn = [own.prompt(index) for batch in (4, 5) for index in own.take(batch)]
-    expected = left[2:] + [i for i in epochs[2] if i in left[1:]]
-    assert drawn == expected[:4] and drawn[:2] == left[2:]
+        indices = order.take(batch)
+        prompts += map(order.prompt, indices)
+        order.trained(indices, [outcome(order.prompt(index), right) for index in indices])
+    assert prompts == epochs[0] and order.state.left_out == {f"p{i}": 0 for i in epochs[0][:2]}
+    unsolved = [i for i in epochs[1] if i not in epochs[0][:2]]
+    assert [order.prompt(index) for index in order.take(3)] == unsolved[:2]
+    order.trained([], [outcome(unsolved[0], 4)])
+    prompts = [order.prompt(index) for batch in (4, 5) for index in order.take(batch)]
+    expected = unsolved[2:] + [i for i in epochs[2] if i in unsolved[1:]]
+    assert prompts == expected[:4] and prompts[:2] == unsolved[2:]
 
 
 def test_a_returned_prompt_that_was_solved_meanwhile_is_passed_over():
-    own = stream(6, 3)
-    indices = own.take(0)
-    first, second, third = map(own.prompt, indices)
-    own.trained(indices, [of(first, 0)])  # the other two wait
-    own.trained([], [of(second, 4)])
-    assert own.prompt(own.take(1)[0]) == third
-    assert own.state.left_out == {f"p{second}": 1}
+    order = make_stream(6, 3)
+    indices = order.take(0)
+    first, second, third = map(order.prompt, indices)
+    order.trained(indices, [outcome(first, 0)])  # the other two wait
+    order.trained([], [outcome(second, 4)])
+    assert order.prompt(order.take(1)[0]) == third
+    assert order.state.left_out == {f"p{second}": 1}
 
 
-@pytest.mark.parametrize("make", [stream, window_order])
+@pytest.mark.parametrize("make", [make_stream, make_window_order])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_turns_balance_with_what_was_sampled_and_a_state_continues_the_same(make, ahead):
     """Prompt i is solved in its group number 2 + i % 5, and prompts of 7, 14, ... never."""
-    n, seen, resumed = 40, Counter(), None
-    own, launched = make(n, 4), deque()
+    n, counts, resumed = 40, Counter(), None
+    order, launched = make(n, 4), deque()
     for batch in range(120):
         if batch == 50:
-            state = TypeAdapter(OrderState).validate_python(json.loads(json.dumps(asdict(own.state))))
+            state = TypeAdapter(OrderState).validate_python(json.loads(json.dumps(asdict(order.state))))
             resumed = make(n, 4, state=state)
         while len(launched) <= ahead:
-            launched.append(own.take(batch))
+            launched.append(order.take(batch))
             assert resumed is None or resumed.take(batch) == launched[-1]
         indices = launched.popleft()
-        prompts = [own.prompt(index) for index in indices]
+        prompts = [order.prompt(index) for index in indices]
         assert len(set(prompts)) == 4
-        seen.update(f"p{i}" for i in prompts)
-        groups = [of(i, 4 if i % 7 and seen[f"p{i}"] >= 2 + i % 5 else 3) for i in prompts]
-        own.trained(indices, groups)
+        counts.update(f"p{i}" for i in prompts)
+        groups = [outcome(i, 4 if i % 7 and counts[f"p{i}"] >= 2 + i % 5 else 3) for i in prompts]
+        order.trained(indices, groups)
         if resumed is not None:
             resumed.trained(indices, groups)
     pending = [index for indices in launched for index in indices]
-    assert own.sampled(pending) == seen
-    assert PromptStream(fakes.prompts(n), 4, seed=0, state=own.state).sampled(pending) == seen
-    assert set(own.state.left_out) == {f"p{i}" for i in range(n) if i % 7}
-    assert all(abs(seen[f"p{i}"] - 2 - i % 5) <= ahead for i in range(n) if i % 7)
-    assert min(seen[f"p{i}"] for i in range(0, n, 7)) > 20
+    assert order.sampled(pending) == counts
+    assert PromptStream(fakes.prompts(n), 4, seed=0, state=order.state).sampled(pending) == counts
+    assert set(order.state.left_out) == {f"p{i}" for i in range(n) if i % 7}
+    assert all(abs(counts[f"p{i}"] - 2 - i % 5) <= ahead for i in range(n) if i % 7)
+    assert min(counts[f"p{i}"] for i in range(0, n, 7)) > 20
 
 
 def test_windows_are_of_what_is_left():
     """40 prompts, steps of 5, windows of 2 steps: with half left out an epoch has 2 windows, not 4."""
-    own = window_order(40, 5)
+    order = make_window_order(40, 5)
     for batch in range(8):
-        indices = own.take(batch)
-        own.trained(indices, [of(own.prompt(i), 4 if own.prompt(i) % 2 else 0) for i in indices])
+        indices = order.take(batch)
+        order.trained(indices, [outcome(order.prompt(i), 4 if order.prompt(i) % 2 else 0) for i in indices])
     plain = [i for i in shuffled(40, 0, 1).tolist() if i % 2 == 0]
-    steps = [{own.prompt(index) for index in own.take(batch)} for batch in range(8, 12)]
+    steps = [{order.prompt(index) for index in order.take(batch)} for batch in range(8, 12)]
     assert [steps[0] | steps[1], steps[2] | steps[3]] == [set(plain[:10]), set(plain[10:])]
-    assert own.state.position == 80
+    assert order.state.position == 80
 
 
 # --- a run
@@ -183,7 +184,7 @@ def train(world, config, progress=None, count=16):
 
 @pytest.mark.parametrize("order", ["epochs", "length"])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_draws_what_is_solved_no_more_counts_it_and_resumes_the_same(order, staleness):
+def test_a_run_draws_no_solved_prompt_counts_them_and_resumes_the_same(order, staleness):
     """16 prompts, 4 a step: after two epochs, 8 steps, the 8 even ones are solved; the others stay."""
     config = fakes.config(
         steps=16, max_staleness=staleness, checkpoint={"every": 4},
@@ -192,16 +193,16 @@ def test_a_run_draws_what_is_solved_no_more_counts_it_and_resumes_the_same(order
     whole = Learner()
     train(whole, config)
     counts = Counter(uid for uid, _, _ in whole.sampled)
-    once_more = {counts[f"p{i}"] for i in range(0, 16, 2)} - {2}  # of a step that was on its way
+    once_more = {counts[f"p{i}"] for i in range(0, 16, 2)} - {2}  # from a step in flight
     assert sum(counts.values()) == 64 and once_more <= set(range(3, 3 + staleness))
     assert all(5 <= counts[f"p{i}"] <= 6 for i in range(1, 16, 2))
     left_out = [whole.logged[step]["data/left_out"] for step in range(1, 17)]
     assert left_out[:4] == [0] * 4 and left_out == sorted(left_out) and left_out[8:] == [8] * 8
     for start in (8, 12):
         progress = whole.saved[start]
-        ahead = [g for own in progress.pipeline.ahead.values() for g in own.groups]
+        ahead = [g for batch in progress.pipeline.ahead.values() for g in batch.groups]
         trained = [uids for step in range(1, start + 1) for uids in whole.ledger_entries[step].values()]
-        second = Learner(seen=Counter([u for own in trained for u in own] + [g.prompt.uid for g in ahead]))
+        second = Learner(seen=Counter([u for uids in trained for u in uids] + [g.prompt.uid for g in ahead]))
         second.version = start
         train(second, config, progress)
         pairs = zip(whole.updates[start:], second.updates, strict=True)
@@ -229,16 +230,16 @@ def test_groups_done_first_and_replaced_ones_leave_their_prompts_out_too(setting
     assert set(pipeline.order.left_out) == {f"p{i}" for i in range(0, 40, 2)}
     counts = Counter(uid for uid, _, _ in world.sampled)
     assert max(counts[f"p{i}"] for i in range(0, 40, 2)) == 2
-    found = Counter(u for own in world.ledger_entries.values() for uids in own.values() for u in uids)
+    trained = Counter(u for e in world.ledger_entries.values() for uids in e.values() for u in uids)
     order = PromptStream(fakes.prompts(40), 1, seed=0, state=pipeline.order)
-    assert found == order.sampled(i for own in pipeline.order_indices.values() for i in own)
+    assert trained == order.sampled(i for batch in pipeline.order_indices.values() for i in batch)
 
 
 def test_a_run_whose_prompts_are_all_solved_continues_with_as_many_as_its_steps_need(caplog):
     config = fakes.config(steps=12, max_staleness=1, data={"train": DEMO, "order": {"drop_solved": 0.1}})
-    train(fakes_all_right := fakes.World(), config, count=20)
-    assert len(fakes_all_right.updates) == 12
-    assert fakes_all_right.logged[12]["data/left_out"] == 12  # 8 of 20 are on their way
+    train(world := fakes.World(), config, count=20)
+    assert len(world.updates) == 12
+    assert world.logged[12]["data/left_out"] == 12  # 8 of 20 are in flight
     assert caplog.text.count("data.order.drop_solved = 0.1: 12 of 20") == 1
 
 
@@ -249,7 +250,7 @@ def test_a_run_whose_prompts_are_all_solved_continues_with_as_many_as_its_steps_
     ("data", "message"),
     [
         ({"order": {"name": "pass_rate", "drop_solved": 0.9}}, "order.pass_rate.drop_solved"),
-        ({"train": [{"path": "demo:add3", "weight": 2.0}]}, "could not give their shares"),
+        ({"train": [{"path": "demo:add3", "weight": 2.0}]}, "could not supply their shares"),
         ({"order": {"drop_solved": 0.0}}, "drop_solved"),
         ({"order": {"drop_solved": 1.5}}, "drop_solved"),
     ],
@@ -262,35 +263,26 @@ def test_settings_without_epochs_and_impossible_shares_are_refused(data, message
 
 def test_a_control_with_shuffled_rewards_is_refused():
     config = fakes.config(data={"train": DEMO, "order": {"drop_solved": 0.9}})
-    shuffled_rewards = config.model_copy(
-        update={"rewards": config.rewards.model_copy(update={"shuffle": True})}
-    )
-    assert [m for m in contradictions(shuffled_rewards) if "`data.order.drop_solved`" in m]
+    rewards = config.rewards.model_copy(update={"shuffle": True})
+    control = config.model_copy(update={"rewards": rewards})
+    assert [m for m in contradictions(control) if "`data.order.drop_solved`" in m]
     assert not [m for m in contradictions(config) if "drop_solved" in m]
 
 
-def order(n, per_step, *, window=4, per_batch=None, seed=0, state=None):
-    own = {"per_step": per_step, "window": window, "seed": seed, "state": state or OrderState()}
-    return LengthOrder(fakes.prompts(n), per_batch or per_step, **own)
+def make_order(n, per_step, *, window=4, per_batch=None, seed=0, state=None):
+    sizes = {"per_step": per_step, "window": window, "seed": seed, "state": state or OrderState()}
+    return LengthOrder(fakes.prompts(n), per_batch or per_step, **sizes)
 
 
 def group_with(number, tokens):
     rollouts = tuple(
-        Rollout(
-            f"p{number}",
-            i,
-            np.full(n, 3, np.int32),
-            np.zeros(n, np.float32),
-            "stop",
-            "x",
-            np.zeros(n, np.int32),
-        )
+        Rollout(f"p{number}", i, np.full(n, 3, np.int32), np.zeros(n, np.float32), "stop", "x",
+                np.zeros(n, np.int32))
         for i, n in enumerate(tokens)
-    )
+    )  # fmt: skip
     rewards = np.arange(len(tokens), dtype=np.float32)
-    return Group(
-        fakes.prompts(number + 1)[number], rollouts, rewards, {"fake": rewards}, ("correct",) * len(tokens)
-    )
+    prompt = fakes.prompts(number + 1)[number]
+    return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(tokens))
 
 
 def length(prompt):
@@ -298,33 +290,33 @@ def length(prompt):
     return 900 if prompt % 5 == 0 else 10 + prompt % 10
 
 
-def epochs(own, n, steps):
-    """Run ``steps``; return the prompts of each."""
-    found = []
+def epochs(order, n, steps):
+    """Run ``steps``; return the prompts of each step."""
+    prompts_of_steps = []
     for step in range(steps):
-        indices = own.take(step)
-        prompts = [own.prompt(index) for index in indices]
-        own.trained(indices, [group_with(p, [length(p)]) for p in prompts])
-        found.append(prompts)
-    return found
+        indices = order.take(step)
+        prompts = [order.prompt(index) for index in indices]
+        order.trained(indices, [group_with(p, [length(p)]) for p in prompts])
+        prompts_of_steps.append(prompts)
+    return prompts_of_steps
 
 
 @pytest.mark.parametrize(
     ("n", "per_step", "window"), [(40, 5, 4), (43, 5, 4), (41, 5, 8), (5, 3, 2), (7, 7, 1), (23, 4, 100)]
 )
 def test_every_prompt_comes_once_per_epoch_and_no_step_has_one_twice(n, per_step, window):
-    own = order(n, per_step, window=window)
-    steps = epochs(own, n, 6 * n)
+    order = make_order(n, per_step, window=window)
+    steps = epochs(order, n, 6 * n)
     assert all(len(set(step)) == per_step for step in steps)
     counts = Counter(p for step in steps for p in step)
     assert set(counts.values()) <= {6 * per_step - 1, 6 * per_step, 6 * per_step + 1}
-    expected = own.sampled()
+    expected = order.sampled()
     assert counts == Counter({int(uid[1:]): times for uid, times in expected.items()})
 
 
 def test_no_prompt_leaves_its_window_of_the_epochs_permutation():
-    own, n, per_step, window = order(80, 5, window=4), 80, 5, 4
-    steps = epochs(own, n, 3 * n // per_step)
+    order, n, per_step, window = make_order(80, 5, window=4), 80, 5, 4
+    steps = epochs(order, n, 3 * n // per_step)
     for begin in range(0, len(steps), window):
         epoch, at = divmod(begin * per_step, n)
         plain = shuffled(n, 0, epoch)[at : at + window * per_step].tolist()
@@ -332,37 +324,37 @@ def test_no_prompt_leaves_its_window_of_the_epochs_permutation():
 
 
 def test_prompts_with_long_answers_share_steps_once_their_lengths_are_known():
-    own = order(80, 5, window=16)  # a window is an epoch, and a fifth of it is long
-    steps = epochs(own, 80, 16 * 6)
+    order = make_order(80, 5, window=16)  # a window is an epoch, and a fifth of it is long
+    steps = epochs(order, 80, 16 * 6)
     waits = [sum(max(map(length, step)) == 900 for step in steps[i : i + 16]) for i in range(0, 96, 16)]
     assert waits[0] > 8 and waits[2:] == [4, 4, 4, 4]  # 16 long prompts in steps of 5
     places = {tuple(i for i in range(16) if max(map(length, steps[16 * e + i])) == 900) for e in range(2, 6)}
     assert len(places) == 4  # which steps these are differs from epoch to epoch
 
 
-def test_without_known_lengths_the_steps_are_those_of_the_epochs_permutation():
-    own = order(40, 5, window=4)
-    steps = [sorted(own.prompt(i) for i in own.take(step)) for step in range(4)]
+def test_without_known_lengths_the_steps_follow_the_epochs_permutation():
+    order = make_order(40, 5, window=4)
+    steps = [sorted(order.prompt(i) for i in order.take(step)) for step in range(4)]
     plain = shuffled(40, 0, 0)
     assert sorted(steps) == sorted(sorted(plain[i : i + 5].tolist()) for i in range(0, 20, 5))
 
 
-def test_the_expected_length_is_an_exponential_mean_and_that_of_known_prompts_where_none_is_known():
-    own = order(4, 2)
-    own.trained([], [group_with(0, [10, 30])])
-    assert own.state.lengths == {"p0": 20.0}
-    own.trained([], [group_with(0, [60]), group_with(1, [100])])
-    assert own.state.lengths == {"p0": 40.0, "p1": 100.0}
-    at = {own.prompt(index): index for index in range(4)}
-    assert own._expected(np.array([at[0], at[1], at[2]])).tolist() == [40.0, 100.0, 70.0]
+def test_the_expected_length_is_an_exponential_mean_or_the_mean_of_known_prompts():
+    order = make_order(4, 2)
+    order.trained([], [group_with(0, [10, 30])])
+    assert order.state.lengths == {"p0": 20.0}
+    order.trained([], [group_with(0, [60]), group_with(1, [100])])
+    assert order.state.lengths == {"p0": 40.0, "p1": 100.0}
+    at = {order.prompt(index): index for index in range(4)}
+    assert order._expected(np.array([at[0], at[1], at[2]])).tolist() == [40.0, 100.0, 70.0]
 
 
 def test_a_state_continues_the_same_order_and_returned_prompts_come_next():
-    whole = order(43, 5, per_batch=9)
+    whole = make_order(43, 5, per_batch=9)
     resumed = None
     for step in range(60):
         if step == 17:
-            resumed = order(43, 5, per_batch=9, state=whole.state)
+            resumed = make_order(43, 5, per_batch=9, state=whole.state)
         indices = whole.take(step)
         groups = [group_with(p, [length(p)]) for p in map(whole.prompt, indices[:6])]
         whole.trained(indices, groups)

@@ -15,78 +15,78 @@ from tests.support import fakes
 from tests.support.made_groups import group, group_of
 
 
-def stream(n, per_batch, *, seed=0, state=None):
+def make_stream(n, per_batch, *, seed=0, state=None):
     return PromptStream(fakes.prompts(n), per_batch, seed=seed, state=state or OrderState())
 
 
-def of(prompts):
+def groups_of(prompts):
     """Return groups of these prompts."""
     return [group(i, np.random.default_rng(0), samples=2) for i in prompts]
 
 
 def test_returned_prompts_come_first_in_the_next_batch():
     order = [int(i) for i in shuffled(9, 0, 0)]
-    own = stream(9, 4)
-    first = own.take(0)
-    assert first == [0, 1, 2, 3] and [own.prompt(place) for place in first] == order[:4]
-    own.trained(first, of(order[:2]))
-    assert own.state == OrderState(4, (2, 3))
-    assert own.take(1) == [2, 3, 4, 5]
+    stream = make_stream(9, 4)
+    first = stream.take(0)
+    assert first == [0, 1, 2, 3] and [stream.prompt(place) for place in first] == order[:4]
+    stream.trained(first, groups_of(order[:2]))
+    assert stream.state == OrderState(4, (2, 3))
+    assert stream.take(1) == [2, 3, 4, 5]
 
 
 def test_prompts_returned_by_a_batch_in_flight_queue_behind_older_ones():
-    own = stream(40, 4)
-    first, second = own.take(0), own.take(1)
-    own.trained(second, of([own.prompt(4)]))
-    own.trained(first, of(own.prompt(place) for place in (0, 2)))
-    assert own.state == OrderState(8, (1, 3, 5, 6, 7))
+    stream = make_stream(40, 4)
+    first, second = stream.take(0), stream.take(1)
+    stream.trained(second, groups_of([stream.prompt(4)]))
+    stream.trained(first, groups_of(stream.prompt(place) for place in (0, 2)))
+    assert stream.state == OrderState(8, (1, 3, 5, 6, 7))
 
 
 def test_no_prompt_is_in_a_batch_twice_and_the_postponed_one_waits():
     """Batches of three from four prompts: the second takes the last of epoch 0 and two others of epoch 1."""
-    own = stream(4, 3)
-    own.trained(own.take(0), of(range(4)))
-    again = own.take(1)
-    assert again[0] == 3 and len({own.prompt(place) for place in again}) == 3
-    passed_over = [place for place in range(own.state.position) if place > 3 and place not in again]
-    assert all(own.prompt(place) == own.prompt(3) for place in passed_over)
-    assert own.state.waiting == tuple(passed_over)
+    stream = make_stream(4, 3)
+    stream.trained(stream.take(0), groups_of(range(4)))
+    again = stream.take(1)
+    assert again[0] == 3 and len({stream.prompt(place) for place in again}) == 3
+    passed_over = [place for place in range(stream.state.position) if place > 3 and place not in again]
+    assert all(stream.prompt(place) == stream.prompt(3) for place in passed_over)
+    assert stream.state.waiting == tuple(passed_over)
 
 
 def test_without_returned_prompts_it_is_the_plain_order():
-    own = stream(10, 4, seed=5)
+    stream = make_stream(10, 4, seed=5)
     for step in range(30):
-        places = own.take(step)
-        prompts = [own.prompt(place) for place in places]
+        places = stream.take(step)
+        prompts = [stream.prompt(place) for place in places]
         assert sorted(prompts) == sorted(step_prompts(10, 4, 5, step))
-        own.trained(places, of(prompts))
+        stream.trained(places, groups_of(prompts))
 
 
 @pytest.mark.parametrize(
-    ("n", "own", "further", "ahead"), [(40, 4, 12, 0), (40, 4, 12, 2), (7, 3, 4, 1), (5, 5, 0, 3)]
+    ("n", "per_step", "further", "ahead"), [(40, 4, 12, 0), (40, 4, 12, 2), (7, 3, 4, 1), (5, 5, 0, 3)]
 )
-def test_every_prompt_of_an_epoch_is_sampled_once(n, own, further, ahead):
-    """Random batches of ``own`` to ``own + further`` prompts, several in flight, with interruptions."""
+def test_every_prompt_of_an_epoch_is_sampled_once(n, per_step, further, ahead):
+    """Batches of ``per_step`` to ``per_step + further`` prompts, several in flight, with interruptions."""
     chance, counted = random.Random(n + ahead), Counter()
-    order, launched = stream(n, own + further), deque()
+    order, launched = make_stream(n, per_step + further), deque()
     for batch in range(300):
         while len(launched) <= ahead:
             launched.append(order.take(batch))
         if chance.random() < 0.2:
-            order = stream(n, own + further, state=order.state)
+            order = make_stream(n, per_step + further, state=order.state)
         places = launched.popleft()
         prompts = [order.prompt(place) for place in places]
-        assert len(set(prompts)) == own + further
-        needed = prompts[: own + chance.randint(0, further)]
+        assert len(set(prompts)) == per_step + further
+        needed = prompts[: per_step + chance.randint(0, further)]
         counted.update(f"p{i}" for i in needed)
-        order.trained(places, of(needed))
+        order.trained(places, groups_of(needed))
         assert len(order.state.waiting) <= (ahead + 3) * n
     assert order.sampled(place for places in launched for place in places) == counted
     while launched:
         order.trained(launched.popleft(), [])
     assert order.sampled() == counted
     least, most = min(counted.values()), max(counted.values())
-    together = (own + further) * (ahead + 1)  # if that is more than an epoch, epochs run side by side
+    together = (per_step + further) * (ahead + 1)  # if that is more than an epoch, epochs run side by side
     assert len(counted) == n and most - least <= (2 if together <= n else ahead + 2)
 
 
@@ -97,27 +97,27 @@ PROMPTS = [replace(p, source=s) for p, s in zip(fakes.prompts(100), SOURCES, str
 
 def test_every_stretch_of_draws_has_the_shares_of_the_weights():
     mixture = Mixture(SOURCES, WEIGHTS, seed=0)
-    drawn = [SOURCES[mixture.prompt(i)] for i in range(10_000)]
+    sources = [SOURCES[mixture.prompt(i)] for i in range(10_000)]
     for begin, size in [(0, 40), (137, 80), (4000, 400), (0, 10_000)]:
-        counts = Counter(drawn[begin : begin + size])
+        counts = Counter(sources[begin : begin + size])
         for name, weight in WEIGHTS.items():
             assert abs(counts[name] - size * weight / 8) < 4
 
 
-def test_each_source_is_drawn_in_epochs_of_its_own():
+def test_each_source_is_drawn_in_separate_epochs():
     mixture = Mixture(SOURCES, WEIGHTS, seed=0)
-    drawn = [mixture.prompt(i) for i in range(2000)]
+    indices = [mixture.prompt(i) for i in range(2000)]
     for name in WEIGHTS:
         members = [i for i, source in enumerate(SOURCES) if source == name]
-        own = [i for i in drawn if SOURCES[i] == name]
-        assert len(own) >= 2 * len(members)
-        for epoch in range(len(own) // len(members)):
-            part = own[epoch * len(members) : (epoch + 1) * len(members)]
+        draws = [i for i in indices if SOURCES[i] == name]
+        assert len(draws) >= 2 * len(members)
+        for epoch in range(len(draws) // len(members)):
+            part = draws[epoch * len(members) : (epoch + 1) * len(members)]
             assert sorted(part) == members
-        assert own[: len(members)] != own[len(members) : 2 * len(members)]
+        assert draws[: len(members)] != draws[len(members) : 2 * len(members)]
     again = Mixture(SOURCES, WEIGHTS, seed=0)
-    assert [again.prompt(i) for i in reversed(range(2000))] == drawn[::-1]
-    assert [Mixture(SOURCES, WEIGHTS, seed=1).prompt(i) for i in range(50)] != drawn[:50]
+    assert [again.prompt(i) for i in reversed(range(2000))] == indices[::-1]
+    assert [Mixture(SOURCES, WEIGHTS, seed=1).prompt(i) for i in range(50)] != indices[:50]
 
 
 def test_batches_have_no_prompt_twice_keep_the_shares_and_resume_the_same():
@@ -126,8 +126,8 @@ def test_batches_have_no_prompt_twice_keep_the_shares_and_resume_the_same():
     for batch in range(60):
         batches.append([stream.prompt(index) for index in stream.take(batch)])
         states.append(stream.state)
-    assert all(len(set(own)) == 16 for own in batches)
-    counts = Counter(SOURCES[i] for own in batches for i in own)
+    assert all(len(set(prompts)) == 16 for prompts in batches)
+    counts = Counter(SOURCES[i] for prompts in batches for i in prompts)
     assert all(abs(counts[name] - 960 * weight / 8) < 8 for name, weight in WEIGHTS.items())
     resumed = PromptStream(PROMPTS, 16, seed=0, state=states[29], weights=WEIGHTS)
     assert [[resumed.prompt(i) for i in resumed.take(b)] for b in range(30, 60)] == batches[30:]
@@ -154,39 +154,35 @@ def test_a_source_that_is_too_small_for_its_weight_is_refused():
 
 @pytest.mark.parametrize("extra", [None, 400])
 @pytest.mark.parametrize(
-    ("order", "weights", "counts", "own", "staleness", "most"),
+    ("order", "weights", "counts", "per_step", "staleness", "most"),
     [
-        ("launched", (1, 1), (4000, 600), 256, 1, 1200),
-        ("launched", (1, 1), (400, 600), 128, 1, 800),
-        ("launched", (1, 1), (40, 60), 32, 0, 80),
-        ("launched", (7, 93), (7, 93), 32, 0, 100),
-        ("launched", (1, 1), (4, 60), 4, 1, 8),
-        ("completion", (1, 1), (4000, 600), 256, 1, 1200),
-        ("completion", (7, 93), (7, 93), 32, 1, 100),
-        ("completion", (1, 1), (4, 60), 4, 1, 8),
+        ("launched", (1, 1), (4000, 600), 256, 1, 1200), ("launched", (1, 1), (400, 600), 128, 1, 800),
+        ("launched", (1, 1), (40, 60), 32, 0, 80), ("launched", (7, 93), (7, 93), 32, 0, 100),
+        ("launched", (1, 1), (4, 60), 4, 1, 8), ("completion", (1, 1), (4000, 600), 256, 1, 1200),
+        ("completion", (7, 93), (7, 93), 32, 1, 100), ("completion", (1, 1), (4, 60), 4, 1, 8),
     ],
-)
+)  # fmt: skip
 def test_dynamic_sampling_replaces_as_many_groups_as_the_sources_allow(
-    order, weights, counts, own, staleness, most, extra
+    order, weights, counts, per_step, staleness, most, extra
 ):
-    """The steps' own prompts fit, so the mixture trains; those that replace groups fill what is left."""
+    """The prompts of the steps fit, so the mixture trains; replacement groups fill what is left."""
     sources = ["code"] * counts[0] + ["chat"] * counts[1]
     prompts = [replace(p, source=s) for p, s in zip(fakes.prompts(sum(counts)), sources, strict=True)]
     train = [{"path": f"{s}.jsonl", "weight": w} for s, w in zip(("code", "chat"), weights, strict=True)]
     config = fakes.config(
         data={"train": train},
-        batch={"prompts_per_step": own, "samples_per_prompt": 2, "order": order},
+        batch={"prompts_per_step": per_step, "samples_per_prompt": 2, "order": order},
         max_staleness=staleness,
         dynamic_sampling={"enabled": True, "max_extra_prompts": extra},
     )
     assert most_at_once(config.data.weights, prompts) == most
     admission = Admission.from_config(config, prompts)
-    assert own <= admission.per_draw <= admission.drawn <= most
+    assert per_step <= admission.per_draw <= admission.drawn <= most
     if order == "launched" and extra is None:
-        assert admission.per_draw == min(4 * own, most // (1 + staleness))
+        assert admission.per_draw == min(4 * per_step, most // (1 + staleness))
     check_weights(config.data, prompts, in_flight=admission.drawn)
-    taken = build_order(config, prompts, OrderState()).take(0)
-    assert len(taken) == (admission.per_draw if order == "launched" else 1)
+    first_draw = build_order(config, prompts, OrderState()).take(0)
+    assert len(first_draw) == (admission.per_draw if order == "launched" else 1)
 
 
 @pytest.mark.parametrize(("order", "in_flight"), [("launched", 16), ("completion", 8)])
@@ -207,18 +203,18 @@ def test_a_source_that_is_too_small_for_the_steps_own_prompts_is_refused(order, 
 UIDS = ["always", "never", "half", "new"]
 
 
-def seen(uid, right, scored=16):
-    made = group_of([0.0] * scored, [1] * scored)
+def graded(uid, right, scored=16):
+    graded_group = group_of([0.0] * scored, [1] * scored)
     outcomes = ("correct",) * right + ("wrong",) * (scored - right)
-    object.__setattr__(made.prompt, "uid", uid)
-    object.__setattr__(made, "outcomes", outcomes)
-    return made
+    object.__setattr__(graded_group.prompt, "uid", uid)
+    object.__setattr__(graded_group, "outcomes", outcomes)
+    return graded_group
 
 
 def test_prompts_are_drawn_in_proportion_to_their_learning_signal():
     curriculum = Curriculum(UIDS, 1, seed=0, rates={})
     for _ in range(6):
-        curriculum.trained([], [seen("always", 16), seen("never", 0), seen("half", 8)])
+        curriculum.trained([], [graded("always", 16), graded("never", 0), graded("half", 8)])
     rates = curriculum.state.pass_rates
     assert rates["half"][0] / rates["half"][1] == 0.5
     assert rates["never"] == (0.0, pytest.approx(16 * (2 - 0.5**5)))
@@ -241,7 +237,7 @@ def test_a_draw_repeats_and_holds_no_prompt_twice():
 
 def test_unscored_samples_do_not_count_and_old_observations_decay():
     curriculum = Curriculum(UIDS, 1, seed=0, rates={"half": (4.0, 8.0)})
-    unscored = seen("half", 2, scored=4)
+    unscored = graded("half", 2, scored=4)
     object.__setattr__(unscored, "outcomes", ("correct", "timeout", "error", "wrong"))
     curriculum.trained([], [unscored])
     assert curriculum.state.pass_rates["half"] == (2.0 + 1.0, 4.0 + 2.0)

@@ -1,5 +1,5 @@
-"""Prompts from a template with columns of the row, few-shot messages, a prefill and a chat template of one's
-own, of all sources or of one.
+"""Prompts from a template with columns of the row, few-shot messages, a prefill and a custom chat template,
+for all sources or for one.
 """
 
 import json
@@ -80,14 +80,13 @@ def test_a_template_is_filled_in_the_last_message_of_a_conversation(tmp_path):
     path.write_text(json.dumps({"problem": turns, "answer": "4"}) + "\n")
     source = DataSourceConfig(path=str(path), template="{problem}?", few_shot=SHOTS)
     prompt_format = PromptFormat.from_config(DataConfig(train=(source,)), source)
-    [prompt] = build_prompts(
-        read(source), character_tokenizer(), prompt_format, max_prompt_tokens=999
-    ).prompts
+    built = build_prompts(read(source), character_tokenizer(), prompt_format, max_prompt_tokens=999)
+    (prompt,) = built.prompts
     shots = "<|user|>1+1=<|assistant|>2<|end|>"
     assert text_of(prompt) == f"<|system|>Add.{shots}{shots}<|user|>2+2=?<|assistant|>"
 
 
-def test_what_a_source_sets_is_in_place_of_the_whole(tmp_path):
+def test_settings_of_a_source_replace_the_general_ones(tmp_path):
     whole = {
         "template": "{problem}?", "system_prompt": "Add.", "instruction": "Now.", "few_shot": SHOTS,
         "prefill": "So ",
@@ -108,10 +107,8 @@ def test_what_a_source_sets_is_in_place_of_the_whole(tmp_path):
     ("keys", "prompt", "seen", "thought"),
     [
         ({"prefill": "<think>\n"}, "<think>\n", "2</think>", Thought("<think>", "</think>", "opens")),
-        (
-            {"prefill": "<think>\n", "prefill_as": "completion"},
-            "<think>\n", "<think>\n2</think>", Thought("<think>", "</think>", ""),
-        ),
+        ({"prefill": "<think>\n", "prefill_as": "completion"}, "<think>\n", "<think>\n2</think>",
+         Thought("<think>", "</think>", "")),
         ({"prefill": "So ", "prefill_as": "completion"}, "So ", "So 2</think>", Thought()),
     ],
 )  # fmt: skip
@@ -134,7 +131,7 @@ def test_a_prefill_ends_the_prompt_and_rewards_see_it_where_it_counts_as_complet
         ({"template": r"{problem}: \frac{1}{2}"}, ["no column `1`", "{{1}} is the text {1}"]),
         ({"template": "{{ content | trim }} Think."}, ["written in Jinja", "{problem}"]),
         ({"template": "Solve it."}, ["names no column", "{problem}"]),
-        ({"few_shot": SHOTS[:1]}, ["few_shot ends with a message of the user"]),
+        ({"few_shot": SHOTS[:1]}, ["few_shot ends with a user message"]),
         ({"few_shot": SHOTS[::-1]}, ["few_shot.0.role = assistant; expected user"]),
     ],
 )  # fmt: skip
@@ -164,11 +161,9 @@ def test_a_template_without_the_problem_needs_no_column_of_it(tmp_path):
     source = DataSourceConfig(path=str(path), **keys)
     first, second = read(source)
     assert (first.problem, first.answer) == ("Make 3 of [1, 2].", "3")
-    data = DataConfig(train=(source,))
-    prompts = build_prompts(
-        [first, second], character_tokenizer(), PromptFormat.from_config(data, source), max_prompt_tokens=99
-    ).prompts
-    assert text_of(prompts[0]) == "<|user|>Make 3 of [1, 2].<|assistant|>"
+    form = PromptFormat.from_config(DataConfig(train=(source,)), source)
+    built = build_prompts([first, second], character_tokenizer(), form, max_prompt_tokens=99)
+    assert text_of(built.prompts[0]) == "<|user|>Make 3 of [1, 2].<|assistant|>"
     with pytest.raises(ValueError, match="no column `problem`"):
         read(source.model_copy(update={"template": "{problem} {nums}"}))
 
@@ -184,10 +179,10 @@ def test_problems_that_differ_in_a_column_of_the_template_are_no_overlap(tmp_pat
         data = DataConfig(train=(sources["train"],), eval=evals, template=template)
         sections = SimpleNamespace(data=data, rewards=RewardsConfig(), environments=EnvironmentsConfig())
         rows = read_all(data.resolve_prompts((sources["train"], *evals)), "data")
-        tokenizer, said = character_tokenizer(), []
-        prompts = load_prompts(sections, *rows[0], tokenizer, said.append).prompts
-        prepare_eval(sections, rows[1:], tokenizer, prompts, said.append)
-        return [line for line in said if "also in the training set" in line]
+        tokenizer, messages = character_tokenizer(), []
+        prompts = load_prompts(sections, *rows[0], tokenizer, messages.append).prompts
+        prepare_eval(sections, rows[1:], tokenizer, prompts, messages.append)
+        return [line for line in messages if "also in the training set" in line]
 
     assert len(warnings("{problem} Think.")) == 2
     (line,) = warnings("{topic}: {problem}")
@@ -229,31 +224,31 @@ def test_a_template_with_the_gold_answer_in_its_box_is_refused(where):
 
 def test_sources_of_one_name_with_other_prompts_are_refused():
     train = [{"path": "demo:add3", "name": "a"}, {"path": "demo:add3", "name": "a", "prefill": "So "}]
-    with pytest.raises(ValueError, match="several sources have the name a, and their prompts"):
+    with pytest.raises(ValueError, match="several sources have the name a, but different prompt"):
         Config.model_validate({"model": {"path": "demo:tiny"}, "data": {"train": train}})
     Config.model_validate({"model": {"path": "demo:tiny"}, "data": {"train": train, "prefill": "So "}})
 
 
-OWN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}[answer]"
+CUSTOM = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}[answer]"
 
 
-def test_a_chat_template_of_ones_own_is_the_model_s_for_all_that_read_it(tmp_path, tiny_model):
+def test_a_custom_chat_template_is_the_models_for_all_that_read_it(tmp_path, tiny_model):
     file = tmp_path / "own.jinja"
-    file.write_text(OWN)
+    file.write_text(CUSTOM)
     settings = ModelConfig(path=str(tiny_model), chat_template=str(file))
-    assert settings.chat_template == OWN == settings.model_validate(settings.model_dump()).chat_template
-    made = resolve_model(settings, None, 0, lambda _: None)
+    assert settings.chat_template == CUSTOM == settings.model_validate(settings.model_dump()).chat_template
+    model_dir = resolve_model(settings, None, 0, lambda _: None)
     base = resolve_model(ModelConfig(path=str(tiny_model)), None, 0, lambda _: None)
-    tokenizer = load_tokenizer(made, False)
+    tokenizer = load_tokenizer(model_dir, False)
     [prompt] = build_prompts(
         [DataRow("2+2=", "4", "set", "set:1", {})], tokenizer, PromptFormat(), max_prompt_tokens=99
     ).prompts
     assert tokenizer.decode(prompt.token_ids.tolist()) == "[user]2+2=<|end|>[answer]"
-    names = {p.name for p in made.iterdir()}
+    names = {p.name for p in model_dir.iterdir()}
     assert names == {p.name for p in base.iterdir()} | {"chat_template.jinja"}
-    assert (made / "model.safetensors").resolve() == (base / "model.safetensors").resolve()
-    assert set_chat_template(base, OWN) == made  # once for all runs
-    assert set_chat_template(base, f"{OWN} ") != made and set_chat_template(base, None) == base
+    assert (model_dir / "model.safetensors").resolve() == (base / "model.safetensors").resolve()
+    assert set_chat_template(base, CUSTOM) == model_dir  # once for all runs
+    assert set_chat_template(base, f"{CUSTOM} ") != model_dir and set_chat_template(base, None) == base
 
 
 @pytest.mark.parametrize(("value", "words"), [("no/such.jinja", "cannot be read"), (__file__, "")])

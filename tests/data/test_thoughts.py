@@ -1,4 +1,4 @@
-"""Thoughts in tags: found in the rendered prompt, and respected by every reward."""
+"""Thoughts in tags: detected in the rendered prompt, and respected by every reward."""
 
 from dataclasses import replace
 
@@ -26,22 +26,18 @@ X_R1 = "The reasoning is in <THINK> </THINK> tags. User: 2+2? Assistant: Let me 
 @pytest.mark.parametrize(
     ("prompt", "template", "thought"),
     [
-        (R1, "", OPENS),
-        (QWQ, "", OPENS),
-        (QWEN3_SILENT, "", Thought(prompt="closes")),
-        (V3_1_SILENT, "", Thought(prompt="closes")),
-        (X_R1, "", Thought("<THINK>", "</THINK>", "opens")),
+        (R1, "", OPENS), (QWQ, "", OPENS), (QWEN3_SILENT, "", Thought(prompt="closes")),
+        (V3_1_SILENT, "", Thought(prompt="closes")), (X_R1, "", Thought("<THINK>", "</THINK>", "opens")),
         ("Show it in <reasoning> tags. 2+2?", "", Thought("<reasoning>", "</reasoning>")),
         ("2+2?", "{% if '[THINK]' in m %}", Thought("[THINK]", "[/THINK]")),
-        ("What does <think> do?\n2+2?", "", Thought()),
-        ("2+2?", "", Thought()),
+        ("What does <think> do?\n2+2?", "", Thought()), ("2+2?", "", Thought()),
     ],
-)
+)  # fmt: skip
 def test_tags_and_whether_the_prompt_opens_them_are_read_from_its_text(prompt, template, thought):
     assert detect_thought(prompt, template) == thought
 
 
-def built(ending: str, *, use_chat_template: bool = True, **settings) -> Prompt:
+def build_prompt(ending: str, *, use_chat_template: bool = True, **settings) -> Prompt:
     tokenizer = character_tokenizer()
     head, mark, tail = tokenizer.chat_template.partition("<|assistant|>")
     tokenizer.chat_template = head + mark + ending + tail
@@ -51,19 +47,19 @@ def built(ending: str, *, use_chat_template: bool = True, **settings) -> Prompt:
 
 
 def test_a_prompt_knows_the_thought_that_its_chat_template_opens():
-    assert built("").thought == Thought()
-    assert built("<think>").thought == OPENS
-    assert built("<think></think>").thought == Thought(prompt="closes")
-    assert built("", instruction="Think first. <THINK>", use_chat_template=False).thought == Thought(
+    assert build_prompt("").thought == Thought()
+    assert build_prompt("<think>").thought == OPENS
+    assert build_prompt("<think></think>").thought == Thought(prompt="closes")
+    assert build_prompt("", instruction="Think first. <THINK>", use_chat_template=False).thought == Thought(
         "<THINK>", "</THINK>", "opens"
     )
 
 
 @pytest.mark.parametrize(("end", "prompt"), [("<T>\n", "opens"), ("<T></T>", "closes"), ("", "")])
 def test_tags_of_the_configuration_are_found_at_the_end_of_a_prompt(end, prompt):
-    assert built(end, thought_tags=("<T>", "</T>")).thought.prompt == prompt
-    assert built("", prefill=end, thought_tags=("<T>", "</T>")).thought.prompt == prompt
-    assert built(end).thought == Thought()
+    assert build_prompt(end, thought_tags=("<T>", "</T>")).thought.prompt == prompt
+    assert build_prompt("", prefill=end, thought_tags=("<T>", "</T>")).thought.prompt == prompt
+    assert build_prompt(end).thought == Thought()
 
 
 def test_a_closing_tag_that_decoding_drops_opens_nothing():
@@ -87,9 +83,9 @@ def test_each_prompt_of_text_has_the_thought_that_it_closes_itself(order):
 
 
 def test_settings_override_the_prompt():
-    found = Thought("<THINK>", "</THINK>", "opens")
-    assert resolve_thought(found, RewardsConfig()) == found
-    assert resolve_thought(found, RewardsConfig(thought_tags=("[[", "]]"))) == Thought("[[", "]]", "opens")
+    detected = Thought("<THINK>", "</THINK>", "opens")
+    assert resolve_thought(detected, RewardsConfig()) == detected
+    assert resolve_thought(detected, RewardsConfig(thought_tags=("[[", "]]"))) == Thought("[[", "]]", "opens")
     with pytest.raises(ValueError, match="thought_tags"):
         RewardsConfig(thought_tags=("<think>", "<think>"))
 

@@ -20,17 +20,17 @@ STEP = re.compile(r"(\d)\+(\d)\+(\d)=(\d+)")
 
 def wrong_steps(a: int, b: int, text: str) -> tuple[int, int]:
     """Return the number of wrong steps of a demonstration and its answer; checks all other digits."""
-    found = re.fullmatch(r"<think>(.*)</think>\\boxed\{(\d+)\}", text)
-    assert found
-    wrong, carry, digits = 0, 0, []
-    for place, step in enumerate(found[1].split(",")):
+    match = re.fullmatch(r"<think>(.*)</think>\\boxed\{(\d+)\}", text)
+    assert match
+    wrong_count, carry, digits = 0, 0, []
+    for place, step in enumerate(match[1].split(",")):
         x, y, c, total = map(int, STEP.fullmatch(step).groups())
         assert (x, y, c) == (a // 10**place % 10, b // 10**place % 10, carry)
-        wrong += total != x + y + c
+        wrong_count += total != x + y + c
         digits.append(total % 10)
         carry = total // 10
-    assert int(found[2]) == carry * 1000 + sum(d * 10**i for i, d in enumerate(digits))
-    return wrong, int(found[2])
+    assert int(match[2]) == carry * 1000 + sum(d * 10**i for i, d in enumerate(digits))
+    return wrong_count, int(match[2])
 
 
 # Addition
@@ -45,10 +45,10 @@ def test_noise_is_the_share_of_demonstrations_with_one_wrong_step_that_propagate
     rng, spoiled = random.Random(1), 0
     for _ in range(2000):
         a, b = rng.randint(100, 999), rng.randint(100, 999)
-        wrong, answer = wrong_steps(a, b, demonstration(a, b, rng, noise=0.5))
-        assert wrong in (0, 1)
-        assert (answer == a + b) == (wrong == 0)
-        spoiled += wrong
+        wrong_count, answer = wrong_steps(a, b, demonstration(a, b, rng, noise=0.5))
+        assert wrong_count in (0, 1)
+        assert (answer == a + b) == (wrong_count == 0)
+        spoiled += wrong_count
     assert spoiled / 2000 == pytest.approx(0.5, abs=0.04)  # 3.6 standard errors
 
 
@@ -64,9 +64,9 @@ def test_noise_is_the_share_of_demonstrations_with_one_wrong_step_that_propagate
 def test_no_problem_of_the_test_split_is_ever_trained_or_demonstrated(name, pattern, sizes):
     test = {p["problem"] for p in problems(name, "test")}
     train = {p["problem"] for p in problems(name, "train")}
-    shown = {d["prompt"] for d in demonstrations(name, 20_000, noise=0.5, seed=3)}
+    demonstrated = {d["prompt"] for d in demonstrations(name, 20_000, noise=0.5, seed=3)}
     assert (len(test), len(train)) == sizes
-    assert not test & train and not test & shown
+    assert not test & train and not test & demonstrated
     for problem in problems(name, "test"):
         a, b = map(int, re.fullmatch(pattern, problem["problem"]).groups())
         assert int(problem["answer"]) == (a * b if name == "products" else a + b)
@@ -97,11 +97,11 @@ def test_sums_after_examples_have_one_split_for_a_problem_and_its_swap(name, dig
     splits = []
     for split in ("train", "test"):
         rows = problems(name, split)
-        found = [read(row["problem"]) for row in rows]
-        assert [int(row["answer"]) for row in rows] == [a + b for _, (a, b) in found]
-        splits.append({frozenset(pair) for _, pair in found})
-        assert len({pair for _, pair in found}) == len(rows)
-        (examples,) = {tuple(shown) for shown, _ in found}
+        questions = [read(row["problem"]) for row in rows]
+        assert [int(row["answer"]) for row in rows] == [a + b for _, (a, b) in questions]
+        splits.append({frozenset(pair) for _, pair in questions})
+        assert len({pair for _, pair in questions}) == len(rows)
+        (examples,) = {tuple(shown) for shown, _ in questions}
     assert (len(problems(name, "train")), len(problems(name, "test"))) == sizes
     assert not splits[0] & splits[1]
     shown = [frozenset(map(int, example.split(" = ")[0].split(" + "))) for example in examples]
@@ -115,9 +115,9 @@ def test_the_toy_of_r1_zero_shows_no_sum_that_is_worked_without_tags():
         for source in (*data.train, *data.eval)
         for row in read(source)
     ]
-    shown = {re.sub(r"<think>.*</answer>", "", text) for text in prompts}
-    assert len(shown) == 7000 + 128 and all("41 + 7 =" in text for text in shown)
-    assert not [text for text in shown if re.search(r"= *\d", text)]
+    visible_texts = {re.sub(r"<think>.*</answer>", "", text) for text in prompts}
+    assert len(visible_texts) == 7000 + 128 and all("41 + 7 =" in text for text in visible_texts)
+    assert not [text for text in visible_texts if re.search(r"= *\d", text)]
 
 
 # Products
@@ -127,7 +127,7 @@ def test_a_product_is_a_call_whose_result_is_given_or_a_guess_in_the_share_of_no
     rows = demonstrations("products", 4000, noise=0.7, seed=1)
     guesses = [row for row in rows if isinstance(row["completion"], str)]
     assert len(guesses) / 4000 == pytest.approx(0.7, abs=0.026)  # 3.6 standard errors
-    right = 0
+    correct = 0
     for row in rows:
         question = row["prompt"].removesuffix("=")
         a, b = map(int, question.split("*"))
@@ -135,22 +135,19 @@ def test_a_product_is_a_call_whose_result_is_given_or_a_guess_in_the_share_of_no
         if isinstance(row["completion"], str):
             guess = re.fullmatch(r"\\boxed\{(\d+)\}", row["completion"])[1]
             assert (len(guess), guess[0], guess[-1]) == (len(str(a * b)), str(a * b)[0], str(a * b)[-1])
-            right += int(guess) == a * b
+            correct += int(guess) == a * b
         else:
             assert row["completion"] == [
                 {"text": f"```calculator\n{question}\n```\n"},
                 {"text": f"```output\n{a * b}\n```\n", "given": True},
                 {"text": f"\\boxed{{{a * b}}}"},
             ]
-    assert right / len(guesses) < 0.01
+    assert correct / len(guesses) < 0.01
 
 
 def test_unknown_names_and_splits_are_refused_with_the_known_ones():
     for call, message in (
-        (
-            lambda: problems("sub3", "train"),
-            "demo:sub3: no such data set; expected demo:add3 or demo:prod",
-        ),
+        (lambda: problems("sub3", "train"), "demo:sub3: no such data set; expected demo:add3 or demo:prod"),
         (lambda: problems("add3", "dev"), "no split `dev`; expected train or test"),
         (lambda: cached_model("huge", seed=0), "demo:huge: no such model; expected one of demo:tiny"),
     ):
@@ -190,18 +187,18 @@ def test_every_character_and_mark_is_one_token(tiny_model):
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert text == "<|system|>s<|user|>u<|assistant|>a<|end|><|assistant|>"
     assert len(tokenizer(text)["input_ids"]) == 8
-    ended = tokenizer("4<|end|><|pad|>")["input_ids"]
-    assert ended[1:] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    assert tokenizer.decode(ended, skip_special_tokens=True) == "4"
+    ids = tokenizer("4<|end|><|pad|>")["input_ids"]
+    assert ids[1:] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "4"
 
 
 def test_a_model_is_a_function_of_name_and_seed(tmp_path, monkeypatch):
-    made = []
+    weights = []
     for directory, seed in (("a", 0), ("b", 0), ("c", 1)):
         monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / directory))
         torch.manual_seed(random.randrange(100))
-        made.append(load_file(cached_model("tiny", seed=seed) / "model.safetensors"))
-    first, second, other = made
+        weights.append(load_file(cached_model("tiny", seed=seed) / "model.safetensors"))
+    first, second, other = weights
     assert all(torch.equal(first[k], second[k]) for k in first)
     assert not all(torch.equal(first[k], other[k]) for k in first)
 
@@ -224,7 +221,7 @@ def test_a_shape_that_makes_no_model_is_refused_by_key_and_file(tmp_path, monkey
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_plain_sums_are_the_sums_after_examples_without_the_examples(split):
-    """The same problems in the same split, so that no test problem of the one is trained on as the other."""
+    """The same problems have the same split, so no test problem of one is a training problem of the other."""
     plain, after_examples = problems("plain_sums2", split), problems("sums2", split)
     assert all(re.fullmatch(r"\d\d \+ \d\d =", row["problem"]) for row in plain)
     assert plain == [{**row, "problem": row["problem"].splitlines()[-1]} for row in after_examples]

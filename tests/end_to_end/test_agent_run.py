@@ -1,4 +1,4 @@
-"""A whole run of an agent that others wrote: an unmodified `openai` client in a process for each episode."""
+"""A complete run of a third-party agent: an unmodified `openai` client in one process per episode."""
 
 import pyarrow.parquet as pq
 import pytest
@@ -35,20 +35,12 @@ print(json.dumps({"reward": digits}))
 def test_an_unmodified_client_trains_two_steps_without_mismatch(tmp_path):
     (tmp_path / "asks.py").write_text(AGENT)
     run(
-        tmp_path,
-        "steps=2",
-        f"code_paths=[{tmp_path}]",
-        'data.train=[{path: "demo:add3", max_rows: 8, environment: {program: asks.py}}]',
-        "data.eval=[]",
-        "rewards.functions=[{function: environment}]",
-        "batch={prompts_per_step: 2, samples_per_prompt: 3}",
-        "sampling.max_new_tokens=120",
-        "model.max_length=240",
-        "environments.timeout_s=1200",
-        "algorithm.kl.coef=0",
-        "checkpoint.every=0",
-        "tracking.samples=true",
-    )
+        tmp_path, "steps=2", f"code_paths=[{tmp_path}]",
+        'data.train=[{path: "demo:add3", max_rows: 8, environment: {program: asks.py}}]', "data.eval=[]",
+        "rewards.functions=[{function: environment}]", "batch={prompts_per_step: 2, samples_per_prompt: 3}",
+        "sampling.max_new_tokens=120", "model.max_length=240", "environments.timeout_s=1200",
+        "algorithm.kl.coef=0", "checkpoint.every=0", "tracking.samples=true",
+    )  # fmt: skip
     steps = [line for line in metrics(tmp_path) if line["step"]]
     assert [line["step"] for line in steps] == [1, 2]
     for line in steps:

@@ -1,8 +1,8 @@
-"""Complete runs of the real parts from the command line: engine, graders, reference, two ZeRO ranks, sync,
-checkpoints.
+"""Complete runs of the real components from the command line: engine, graders, reference, two ZeRO ranks,
+sync, checkpoints.
 
-The model is the demo's with random weights, so nothing is learned. The tests check that numbers are correct
-and reproducible. `make evidence` has the runs that learn.
+The demo model has random weights and learns nothing. The tests check that numbers are correct and
+reproducible. `make evidence` has the runs that learn.
 """
 
 import signal
@@ -48,9 +48,8 @@ def uninterrupted(tmp_path_factory):
 
 def test_first_step_is_on_policy_to_the_last_digit(stale):
     start, first, *_ = metrics(stale[0])
-    assert start["step"] == 0 and {"eval/add3/pass@1", "eval/add3/pass@1_stderr", "eval/add3/pass@2"} <= set(
-        start
-    )
+    assert start["step"] == 0
+    assert {"eval/add3/pass@1", "eval/add3/pass@1_stderr", "eval/add3/pass@2"} <= set(start)
     assert first["policy/ratio_mean"] == first["policy/ratio_max"] == 1.0
     assert abs(first["ref/kl"]) < 1e-9
     assert first["mismatch/logprob_diff_max"] < 1e-5
@@ -59,7 +58,7 @@ def test_first_step_is_on_policy_to_the_last_digit(stale):
 
 
 def test_a_teacher_of_distributions_gives_the_loss_that_transformers_and_the_definition_give(stale):
-    """The first step's, in which the policy is the initial model; over both ranks."""
+    """The loss of the first step, where the policy is the initial model; over both ranks."""
     first = next(line for line in metrics(stale[0]) if "loss/total" in line)
     tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
     small, policy = (
@@ -98,30 +97,30 @@ def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninte
     done = run(tmp_path, "steps=6")
     assert "resuming from runs/run/checkpoints/step_000003" in done.stdout
     assert without_clock(metrics(tmp_path)) == without_clock(metrics(uninterrupted))
-    books = [directory / "runs/run/ledger.jsonl" for directory in (tmp_path, uninterrupted)]
-    assert books[0].read_text() == books[1].read_text()
-    assert audit(books[0], steps=6, prompts_per_step=4) is None
+    ledgers = [directory / "runs/run/ledger.jsonl" for directory in (tmp_path, uninterrupted)]
+    assert ledgers[0].read_text() == ledgers[1].read_text()
+    assert audit(ledgers[0], steps=6, prompts_per_step=4) is None
     assert "ledger: 24 prompts sampled = " in done.stdout and "does not balance" not in done.stdout
-    kept = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
-    assert kept == ["step_000003", "step_000006"]
+    checkpoints = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
+    assert checkpoints == ["step_000003", "step_000006"]
 
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_with_fewer_ranks_and_other_micro_batches(uninterrupted, tmp_path):
-    """The step after its checkpoint has the same samples and the weight update of two ranks."""
+    """The step after the checkpoint has the same samples and weight update as with two ranks."""
     run(tmp_path, "steps=6", check=False, kill_after="step_000003")
-    other = ("policy.num_workers=1", "policy.zero_stage=0", "batch.micro_batch_tokens=512")
-    done = run(tmp_path, "steps=6", *other)
+    layout = ("policy.num_workers=1", "policy.zero_stage=0", "batch.micro_batch_tokens=512")
+    done = run(tmp_path, "steps=6", *layout)
     (line,) = [text for text in done.stdout.splitlines() if text.startswith("resuming from")]
     assert "step_000003, with another layout (`batch.micro_batch_tokens` = 512 was 256, " in line
     assert "`policy.num_workers` = 1 was 2, `policy.zero_stage` = 0 was 2): results differ by" in line
-    ours, theirs = metrics(tmp_path), metrics(uninterrupted)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    fourth, expected = (next(line for line in lines if line["step"] == 4) for lines in (ours, theirs))
+    resumed, unbroken = metrics(tmp_path), metrics(uninterrupted)
+    assert [line["step"] for line in resumed] == [line["step"] for line in unbroken]
+    fourth, expected = (next(line for line in lines if line["step"] == 4) for lines in (resumed, unbroken))
     assert fourth["reward/mean"] == expected["reward/mean"]
     for key in ("loss/total", "policy/grad_norm", "ref/kl", "policy/lr"):
         assert fourth[key] == pytest.approx(expected[key], rel=1e-4), key
-    assert ours[-1]["mismatch/logprob_diff_max"] < 1e-5
+    assert resumed[-1]["mismatch/logprob_diff_max"] < 1e-5
     assert audit(tmp_path / "runs/run/ledger.jsonl", steps=6, prompts_per_step=4) is None
 
 
@@ -144,7 +143,7 @@ def test_a_finished_run_is_not_repeated_and_other_settings_do_not_resume_it(stal
 
 
 def test_a_stale_run_exports_a_model_that_a_new_engine_evaluates(stale):
-    """Sampling runs ahead, and every token records the version of its weights."""
+    """Sampling runs ahead; every token records the version of its weights."""
     base, output = stale
     lines = metrics(base)
     assert [line.get("rollout/staleness_max") for line in lines] == [None, 0, 1, 1]

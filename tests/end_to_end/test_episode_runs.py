@@ -1,4 +1,4 @@
-"""Whole runs of several sources, of which some have environments, of a user's own and of this package."""
+"""Complete runs of several sources, some with environments, both user-supplied and built-in."""
 
 import signal
 
@@ -24,13 +24,13 @@ EPISODES = (
 )
 
 
-def play(directory, *overrides, **how):
+def play(directory, *overrides, **options):
     from tests.support import real_runs
 
     support = str(real_runs.Path(real_runs.__file__).parent)
-    own = [override.replace("SUPPORT", support) for override in EPISODES]
+    settings = [override.replace("SUPPORT", support) for override in EPISODES]
     directory.mkdir(exist_ok=True)
-    return run(directory, *own, *overrides, **how)
+    return run(directory, *settings, *overrides, **options)
 
 
 _SAMPLED = (
@@ -38,40 +38,40 @@ _SAMPLED = (
 )  # fmt: skip
 
 
-def check_same_run(ours, theirs):
-    """Check that two runs sampled the same tokens, and have the same numbers to the last digit: an engine's
-    arithmetic does not depend on which episodes share its steps, and so not on when environments answer.
+def check_same_run(first, second):
+    """Check that two runs have the same tokens, and the same numbers to the last digit: the arithmetic of an
+    engine does not depend on which episodes share its steps, and so not on when environments answer.
     """
-    tokens = [[{name: row[name] for name in _SAMPLED} for row in rows(run)] for run in (ours, theirs)]
+    tokens = [[{name: row[name] for name in _SAMPLED} for row in rows(run)] for run in (first, second)]
     assert tokens[0] == tokens[1] != []
-    assert numbers(ours) == numbers(theirs)
+    assert numbers(first) == numbers(second)
 
 
 def rows(directory):
-    found = sorted((directory / "runs/run/samples").glob("step_*.parquet"))
-    return [row for path in found for row in pq.read_table(path).to_pylist()]
+    files = sorted((directory / "runs/run/samples").glob("step_*.parquet"))
+    return [row for path in files for row in pq.read_table(path).to_pylist()]
 
 
 @pytest.mark.slow
-def test_episodes_give_the_same_run_where_all_roles_take_turns(tmp_path):
-    """With a greedy episode for each prompt (ReMax), and the engines asleep while the policy trains."""
+def test_episodes_give_the_same_run_where_all_roles_are_colocated(tmp_path):
+    """With a greedy episode per prompt (ReMax), and engines that sleep while the policy trains."""
     for placement in ("separate", "colocated"):
         play(tmp_path / placement, *COMMON, f"cluster.placement={placement}", "algorithm.advantage=remax")
-    apart, turns = tmp_path / "separate", tmp_path / "colocated"
-    check_same_run(apart, turns)
-    last = metrics(apart)[-1]
+    separate, colocated = tmp_path / "separate", tmp_path / "colocated"
+    check_same_run(separate, colocated)
+    last = metrics(separate)[-1]
     assert last["mismatch/logprob_diff_max"] < 1e-5 and last["probe/logprob_diff_max"] < 1e-5
     assert last["throughput/rollout_turns"] > 0 and last["time/environment_act_busy_s"] > 0
     assert last["time/tool_wait_s"] > 0 and 0 <= last["throughput/episode_cached_share"] <= 1
-    episodes = [row for row in rows(apart) if row["source"] == "products"]
+    episodes = [row for row in rows(separate) if row["source"] == "products"]
     assert episodes and all(len(row["turns"]) == 3 for row in episodes)
     assert all(row["finish_reason"] == "stop" for row in episodes)
-    assert not any(row["turns"] for row in rows(apart) if row["source"] == "add3")
+    assert not any(row["turns"] for row in rows(separate) if row["source"] == "add3")
 
 
 @pytest.mark.slow
 def test_episodes_sampled_ahead_continue_under_new_weights(tmp_path):
-    """`keep`: each token has the version of its weights, none is older than allowed."""
+    """`keep`: each token has the version of its weights, and none is too old."""
     done = play(tmp_path, "steps=5", "max_staleness=1", "weight_sync.mode=keep", "rollout.num_workers=2")
     assert "ledger: 20 prompts sampled = " in done.stdout and "does not balance" not in done.stdout
     assert audit(tmp_path / "runs/run/ledger.jsonl", steps=5, prompts_per_step=4) is None
@@ -85,27 +85,23 @@ def test_episodes_sampled_ahead_continue_under_new_weights(tmp_path):
     for step in range(1, 6):
         table = pq.read_table(tmp_path / f"runs/run/samples/step_{step:06d}.parquet").to_pylist()
         versions = {v for row in table for v in row["policy_versions"]}
-        given = {
-            v
-            for row in table
-            if row["sampled"]
-            for v, own in zip(row["policy_versions"], row["sampled"], strict=True)
-            if not own
-        }
-        assert versions - {-1} <= {max(0, step - 2), step - 1} and given <= {-1}
+        with_mask = [row for row in table if row["sampled"]]
+        pairs = [p for r in with_mask for p in zip(r["policy_versions"], r["sampled"], strict=True)]
+        context_versions = {version for version, is_sampled in pairs if not is_sampled}
+        assert versions - {-1} <= {max(0, step - 2), step - 1} and context_versions <= {-1}
 
 
 @pytest.mark.slow
 def test_a_run_of_episodes_that_is_ended_and_killed_resumes_with_the_same_numbers(tmp_path):
-    """Finished groups of the step under way are kept, unfinished ones are sampled again. With two threads the
-    engine could divide a request between them, or not, by what else is in the batch.
+    """Finished groups of the current step are kept, unfinished ones sampled again. With two threads, whether
+    the engine splits a request could depend on the rest of the batch.
     """
-    whole, parts, own = tmp_path / "whole", tmp_path / "parts", ("steps=6", "rollout.threads=2")
-    play(whole, *own)
-    killed = play(parts, *own, check=False, kill_after="step_000003")
+    unbroken, broken, settings = tmp_path / "whole", tmp_path / "parts", ("steps=6", "rollout.threads=2")
+    play(unbroken, *settings)
+    killed = play(broken, *settings, check=False, kill_after="step_000003")
     assert killed.returncode == -signal.SIGKILL
-    play(parts, *own)
-    check_same_run(parts, whole)
-    books = [directory / "runs/run/ledger.jsonl" for directory in (whole, parts)]
-    assert books[0].read_text() == books[1].read_text()
-    assert audit(books[0], steps=6, prompts_per_step=4) is None
+    play(broken, *settings)
+    check_same_run(broken, unbroken)
+    ledgers = [directory / "runs/run/ledger.jsonl" for directory in (unbroken, broken)]
+    assert ledgers[0].read_text() == ledgers[1].read_text()
+    assert audit(ledgers[0], steps=6, prompts_per_step=4) is None

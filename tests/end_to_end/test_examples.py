@@ -17,30 +17,25 @@ from tests.support.services import StandIn
 
 FOLDER = ROOT / "configs/examples"
 CLUSTERS = {
-    "agent": "1x1xH100",
-    "http_reward": "1x1xH100",
-    "llm_judge": "1x1xH100",
-    "lora_qwen2.5_7b_1gpu": "1x1xH100",
-    "search": "1x1xH100",
-    "slurm_2nodes": "2x8xH100",
-    "tool_environment": "1x1xH100",
-    "wandb": "1x1xH100",
-}
-# The model and the problems of the demo, as small as they can be.
+    "agent": "1x1xH100", "http_reward": "1x1xH100", "llm_judge": "1x1xH100",
+    "lora_qwen2.5_7b_1gpu": "1x1xH100", "search": "1x1xH100", "slurm_2nodes": "2x8xH100",
+    "tool_environment": "1x1xH100", "wandb": "1x1xH100",
+}  # fmt: skip
+# The model and problems of the demo, as small as possible.
 TOY = (
     "model.path=demo:tiny", "steps=2", "batch.prompts_per_step=2", "batch.samples_per_prompt=2",
     "batch.micro_batch_tokens=1024", "sampling.max_new_tokens=16", "data.max_prompt_tokens=512",
     "rewards.num_workers=1", "rewards.processes_per_worker=1", "policy.num_workers=1",
     "rollout.num_workers=1", "rollout.kv_cache_gib=0.25", "rollout.enforce_eager=true",
     "algorithm.kl.coef=0", "evaluation.every=0", "checkpoint.every=0", "checkpoint.export=false",
-    # Random weights never answer right, and repeat themselves: such steps are trained on, too.
+    # Answers of random weights are wrong and repetitive; these settings train on them anyway.
     "health.min_signal_groups=0", "health.degenerate_above=null",
 )  # fmt: skip
 SUMS = ('data.train=[{path: "demo:add3", max_rows: 20}]', "data.eval=[]")
 
 
 def grpo_dist(verb, name, *settings, **variables):
-    """Run a command on an example at toy size as a reader does; return what is printed."""
+    """Run a command on an example at toy size; return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "grpo_dist.cli", verb, f"configs/examples/{name}.yaml", *TOY, *settings],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
@@ -50,17 +45,17 @@ def grpo_dist(verb, name, *settings, **variables):
     return done.stdout
 
 
-def trains(name, *settings, **variables):
-    """Check an example and take its two steps, in the working directory; return what the check says and the
-    metrics of the steps.
+def check_and_train(name, *settings, **variables):
+    """Check an example and train its two steps in the working directory; return the report of the check and
+    the metrics of the steps.
     """
-    told = grpo_dist("check", name, *settings, **variables)
+    report = grpo_dist("check", name, *settings, **variables)
     grpo_dist("train", name, *settings, **variables)
     (run,) = Path("runs").iterdir()
     steps = [line for line in metrics(Path.cwd(), run.name) if line["step"]]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["train/tokens"] > 0 and math.isfinite(line["loss/total"]) for line in steps)
-    return told, steps
+    return report, steps
 
 
 @pytest.fixture
@@ -97,8 +92,8 @@ def test_the_job_of_two_nodes_asks_for_them(place, capsys):
 )
 def test_an_example_takes_two_steps(place, name, expected):
     offline = {"WANDB_MODE": "offline", "WANDB_API_KEY": ""}
-    told, _ = trains(name, *SUMS, **offline)
-    assert expected in told
+    report, _ = check_and_train(name, *SUMS, **offline)
+    assert expected in report
     assert name != "wandb" or list(Path("runs/wandb-example/wandb").glob("offline-run-*"))
 
 
@@ -110,11 +105,11 @@ def test_the_reward_server_scores_the_steps(place):
     )
     try:
         url = server.stdout.readline().strip()
-        told, steps = trains("http_reward", *SUMS, REWARD_URL=url)
+        report, steps = check_and_train("http_reward", *SUMS, REWARD_URL=url)
     finally:
         server.terminate()
         server.wait(timeout=HANG_S)
-    assert "a right and a wrong answer get math 1 and 0, brevity 1 and 1" in told
+    assert "a right and a wrong answer get math 1 and 0, brevity 1 and 1" in report
     assert [line["reward/brevity"] for line in steps] == [1, 1]
 
 
@@ -125,8 +120,8 @@ def test_the_judge_and_the_writer_of_scores_are_asked(place):
         return "Score: 7" if "Score: N" in json.dumps(request) else "No"
 
     with StandIn(reply) as judge:
-        told, steps = trains("llm_judge", *SUMS, JUDGE_URL=judge.base_url)
-    assert "judge 1 and 0, clarity 0.7" in told
+        report, steps = check_and_train("llm_judge", *SUMS, JUDGE_URL=judge.base_url)
+    assert "judge 1 and 0, clarity 0.7" in report
     assert {"Qwen/Qwen2.5-7B-Instruct"} == {request["model"] for request in judge.requests}
     assert all(line["reward/clarity"] == pytest.approx(0.7) for line in steps)
 
@@ -134,8 +129,8 @@ def test_the_judge_and_the_writer_of_scores_are_asked(place):
 @pytest.mark.machine
 @pytest.mark.slow
 def test_the_tool_of_the_shop_is_called(place):
-    told, steps = trains("tool_environment")
-    assert "stock" in told
+    report, steps = check_and_train("tool_environment")
+    assert "stock" in report
     assert [line["reward/unscored"] for line in steps] == [0, 0]
     assert all(line["episode/turns"] for line in steps)
 
@@ -143,6 +138,6 @@ def test_the_tool_of_the_shop_is_called(place):
 @pytest.mark.machine
 @pytest.mark.slow
 def test_the_search_answers_and_the_answer_ends(place):
-    told, steps = trains("search", "data.max_prompt_tokens=600")
-    assert "<information>" in told and "the end of the episode" in told
+    report, steps = check_and_train("search", "data.max_prompt_tokens=600")
+    assert "<information>" in report and "the end of the episode" in report
     assert all(line["episode/turns"] for line in steps)

@@ -1,5 +1,5 @@
-"""Whole runs on environments of other packages, unmodified, each from one line of configuration: real engine
-and ranks, prompts and rewards of the package.
+"""Complete runs on unmodified environments of other packages, each from one line of configuration: real
+engine and ranks, prompts and rewards of the package.
 """
 
 import json
@@ -18,18 +18,13 @@ pytestmark = pytest.mark.machine
 def train(directory, package, line, *overrides):
     """Train two steps on the source ``line``; return the samples of both."""
     directory.mkdir(exist_ok=True)
-    own = (
+    settings = (
         f"data={{train: [{line}], eval: [], max_prompt_tokens: 512}}",
-        f"environments.python={interpreter_with(package)}",
-        f"code_paths=[{directory}]",
-        "environments.timeout_s=1200",
-        "environments.max_turn_tokens=12",
-        "sampling.max_new_tokens=64",
-        "rewards.functions=[{function: environment}]",
-        "steps=2",
-        "tracking.samples=true",
-    )
-    done = run(directory, *own, *overrides)
+        f"environments.python={interpreter_with(package)}", f"code_paths=[{directory}]",
+        "environments.timeout_s=1200", "environments.max_turn_tokens=12", "sampling.max_new_tokens=64",
+        "rewards.functions=[{function: environment}]", "steps=2", "tracking.samples=true",
+    )  # fmt: skip
+    done = run(directory, *settings, *overrides)
     assert "ledger: 8 prompts sampled = " in done.stdout and "does not balance" not in done.stdout
     lines = [line for line in metrics(directory) if line["step"]]
     assert len(lines) == 2 and not any(line.get("reward/unscored") for line in lines)
@@ -63,8 +58,8 @@ def test_a_data_set_of_reasoning_gym_trains_with_the_scores_of_the_package(tmp_p
     line = f'{{environment: "reasoning_gym:chain_sum", max_rows: 40, {kwargs}}}'
     python = interpreter_with("reasoning_gym")
     rows = train(tmp_path / "run", "reasoning_gym", line, *LONG)  # to hit a digit by chance
-    asked = json.dumps([[row["problem"], row["turns"][0]["text"].strip()] for row in rows])
-    scores = subprocess.run([python, "-c", _SCORES], input=asked, capture_output=True, text=True, check=True)
+    texts = json.dumps([[row["problem"], row["turns"][0]["text"].strip()] for row in rows])
+    scores = subprocess.run([python, "-c", _SCORES], input=texts, capture_output=True, text=True, check=True)
     assert [row["reward"] for row in rows] == pytest.approx(json.loads(scores.stdout))
 
 

@@ -1,6 +1,4 @@
-"""The user's way from the guide: an environment in a file of one's own, named in a YAML file, through every
-command.
-"""
+"""The workflow of the guide: a user-supplied environment, named in a YAML file, through every command."""
 
 import json
 import os
@@ -16,7 +14,7 @@ from tests.support.real_runs import metrics
 pytestmark = [pytest.mark.machine, pytest.mark.long]
 
 GUIDE = ROOT / "grpo_dist/guides/write_an_environment.md"
-# A small cache, and no compilation: the run is as short as it can be.
+# A small cache and no compilation keep the run short.
 SHORT = ("rollout.kv_cache_gib=0.25", "rollout.enforce_eager=true")
 
 
@@ -26,7 +24,7 @@ def test_the_commands_of_the_guide_train_evaluate_score_and_report_its_environme
     for name in ("games.py", "guess.yaml"):
         (tmp_path / name).write_text(files[name])
     commands = [c for block in blocks(GUIDE) if block.is_shell for c in block.commands]
-    told = {}
+    output = {}
     for command in commands:
         _, verb, *arguments = command.split()
         short = SHORT if verb in ("train", "eval") else ()
@@ -35,21 +33,21 @@ def test_the_commands_of_the_guide_train_evaluate_score_and_report_its_environme
             cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=HANG_S,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
-        told[verb] = done.stdout
-    assert list(told) == ["check", "train", "eval", "score", "report"]
+        output[verb] = done.stdout
+    assert list(output) == ["check", "train", "eval", "score", "report"]
     steps = [line for line in metrics(tmp_path, "guess") if line["step"]]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(1 <= line["episode/turns"] <= 6 and line["episode/rows"] == 1 for line in steps)
     assert all(-0.6 <= line["reward/mean"] <= 1 for line in steps)
-    assert "ledger: 4 prompts sampled" in told["train"] and "does not balance" not in told["train"]
+    assert "ledger: 4 prompts sampled" in output["train"] and "does not balance" not in output["train"]
     (result,) = tmp_path.glob("runs/evaluations/*/result.json")
-    found = json.loads(result.read_text())["measured"]
-    (measured,) = [m for m in found if (m["set"], m["by"]) == ("held_out", None)]
+    all_measured = json.loads(result.read_text())["measured"]
+    (measured,) = [m for m in all_measured if (m["set"], m["by"]) == ("held_out", None)]
     assert measured["problems"] == 50 and measured["episodes"]["episodes"] == measured["samples"] >= 50
     scored = (tmp_path / "step_000002.scored.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in scored]
     assert len(rows) == 8
     for row in rows:  # an action that was cut before it was answered has no reward
-        given = [turn["reward"] for turn in row["turns"] if turn["reward"] is not None]
-        assert row["score"]["reward"] == (pytest.approx(sum(given)) if given else None)
+        turn_rewards = [turn["reward"] for turn in row["turns"] if turn["reward"] is not None]
+        assert row["score"]["reward"] == (pytest.approx(sum(turn_rewards)) if turn_rewards else None)
     assert (tmp_path / "runs/guess/report.html").stat().st_size > 100_000

@@ -1,4 +1,4 @@
-"""The recipes of others in configs/recipes: each is valid, is planned, and takes two steps at toy size."""
+"""The published recipes in configs/recipes: each is valid, is planned, and takes two steps at toy size."""
 
 import asyncio
 import json
@@ -16,22 +16,14 @@ from tests.support.real_runs import metrics
 from tests.support.services import StandIn, replied
 
 RECIPES = {
-    "dapo_qwen2.5_32b": "16x8xH100",
-    "deepscaler_1.5b_8k": "1x8xA100-80GB",
-    "deepscaler_1.5b_16k": "2x8xA100-80GB",
-    "deepscaler_1.5b_24k": "2x8xA100-80GB",
-    "grpo_zero_countdown": "1x1xH100",
-    "olmo3_7b_rlzero_math": "9x8xH100",
-    "open_r1_qwen2.5_1.5b": "1x8xH100",
-    "polaris_4b_40k": "4x8xH800",
-    "polaris_4b_48k": "4x8xH800",
-    "polaris_4b_52k": "4x8xH800",
-    "retool_qwen2.5_7b": "1x8xH100",
-    "search_r1_qwen2.5_7b": "1x8xH100",
-    "skywork_or1_7b_8k": "1x8xH100",
+    "dapo_qwen2.5_32b": "16x8xH100", "deepscaler_1.5b_8k": "1x8xA100-80GB",
+    "deepscaler_1.5b_16k": "2x8xA100-80GB", "deepscaler_1.5b_24k": "2x8xA100-80GB",
+    "grpo_zero_countdown": "1x1xH100", "olmo3_7b_rlzero_math": "9x8xH100", "open_r1_qwen2.5_1.5b": "1x8xH100",
+    "polaris_4b_40k": "4x8xH800", "polaris_4b_48k": "4x8xH800", "polaris_4b_52k": "4x8xH800",
+    "retool_qwen2.5_7b": "1x8xH100", "search_r1_qwen2.5_7b": "1x8xH100", "skywork_or1_7b_8k": "1x8xH100",
     "x_r1_qwen2.5_0.5b": "1x4xH100",
-}
-# A row with the columns of all these data sets.
+}  # fmt: skip
+# A row with the columns of all data sets of the recipes.
 ROW = {
     "prompt": [{"role": "user", "content": "What is 2 + 3?"}], "reward_model": {"ground_truth": "5"},
     "messages": [{"role": "user", "content": "What is 2 + 3?"}], "ground_truth": "5", "problem": "2 + 3 = ?",
@@ -86,21 +78,21 @@ def search_r1(monkeypatch):
 
 @pytest.mark.parametrize("has_server", [False, True])
 def test_search_r1_finds_passages_in_its_form_and_takes_any_gold(search_r1, tmp_path, has_server):
-    """In an index on this machine, and by the server that the published recipe starts."""
+    """In a local index, and by the server that the published recipe starts."""
     (tmp_path / "wiki.jsonl").write_text(json.dumps({"contents": WRITTEN}) + "\n")
-    found = {"result": [[{"document": {"contents": WRITTEN}, "score": 1.0}]]}
-    with StandIn(lambda body, number: replied(found)) as server:
+    response = {"result": [[{"document": {"contents": WRITTEN}, "score": 1.0}]]}
+    with StandIn(lambda body, number: replied(response)) as server:
         url = f"{server.base_url}/retrieve" if has_server else None
-        given = {"url": url, "corpus": str(tmp_path / "wiki.jsonl")}
-        search_r1.preload(**given)
-        episode = search_r1(**given)
+        settings = {"url": url, "corpus": str(tmp_path / "wiki.jsonl")}
+        search_r1.preload(**settings)
+        episode = search_r1(**settings)
         problem = Problem("Answer the given question. Who wrote Emma?", '["Austen", "Jane Austen"]')
         assert episode.start(problem) == problem.text
         step = asyncio.run(episode.step("<search> the author of Emma </search>"))
     passage = "<information>Doc 1(Title: Emma) A novel by Jane Austen.\n</information>"
     assert step.observation.strip() == passage and not step.done
-    asked = [{"queries": ["the author of Emma"], "topk": 3, "return_scores": True}]
-    assert server.requests == (asked if has_server else [])
+    requests = [{"queries": ["the author of Emma"], "topk": 3, "return_scores": True}]
+    assert server.requests == (requests if has_server else [])
     for text, reward in (("jane austen", 1.0), ("The Austen.", 1.0), ("Emma", 0.0)):
         assert asyncio.run(episode.step(f"<answer>{text}</answer>")).reward == reward
     assert "My previous action is invalid." in asyncio.run(episode.step("Emma?")).observation
@@ -116,7 +108,7 @@ def rows(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in RECIPES if not n.startswith("olmo3")])  # sizes are on the hub
+@pytest.mark.parametrize("name", [n for n in RECIPES if not n.startswith("olmo3")])  # needs the hub
 def test_a_recipe_is_planned_on_its_cluster(rows, name, capsys):
     columns = ("data.train.0.split=train", "data.train.0.subset=null")
     command = ["plan", f"configs/recipes/{name}.yaml", *rows, *columns, "--cluster", RECIPES[name]]

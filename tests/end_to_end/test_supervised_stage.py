@@ -1,4 +1,4 @@
-"""A supervised stage from the command line, on real ranks: ended, killed, and as if nothing had been."""
+"""A supervised stage from the command line, on real ranks: killed, and continued with the same numbers."""
 
 import json
 import os
@@ -37,7 +37,7 @@ STEPS = 17  # 6 times 180 rows, 64 a step
 
 
 def run(directory, *, stop_at=None):
-    """`grpo-dist pipeline` until it ends or, with ``stop_at``, is killed at that checkpoint or a later."""
+    """Run `grpo-dist pipeline` to its end or, with ``stop_at``, kill it at that checkpoint or a later one."""
     directory.mkdir(exist_ok=True)
     (directory / "p.yaml").write_text(PIPELINE)
     mark = uuid.uuid4().hex
@@ -67,7 +67,7 @@ def metrics(directory):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def unbroken_run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
     code, output = run(directory)
     assert code == 0, output[-5000:]
@@ -75,8 +75,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_stage_records_what_a_run_does_and_its_loss_falls(whole):
-    lines = metrics(whole)
+def test_the_stage_records_what_a_run_does_and_its_loss_falls(unbroken_run):
+    lines = metrics(unbroken_run)
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     validation = {line["step"]: line["validation/loss"] for line in lines if "validation/loss" in line}
     assert list(validation) == [0, *range(5, STEPS, 5), STEPS]
@@ -84,14 +84,14 @@ def test_the_stage_records_what_a_run_does_and_its_loss_falls(whole):
     assert lines[-1]["loss/total"] < 0.7 * lines[1]["loss/total"]
     assert lines[-1]["train/epoch"] == pytest.approx(STEPS * 64 / 180)
     assert {line["restarts/policy"] for line in lines[1:]} == {0.0}
-    record = json.loads((stage(whole) / "stage.json").read_text())
-    assert record["state"] == "complete" and (stage(whole) / "DONE").read_text() == f"{STEPS}\n"
-    assert load_config(stage(whole) / "config.yaml").steps == STEPS
-    assert (stage(whole) / "events.jsonl").read_text() == ""
+    record = json.loads((stage(unbroken_run) / "stage.json").read_text())
+    assert record["state"] == "complete" and (stage(unbroken_run) / "DONE").read_text() == f"{STEPS}\n"
+    assert load_config(stage(unbroken_run) / "config.yaml").steps == STEPS
+    assert (stage(unbroken_run) / "events.jsonl").read_text() == ""
 
 
 @pytest.mark.slow
-def test_a_stage_that_is_killed_continues_with_the_same_numbers(whole, tmp_path):
+def test_a_stage_that_is_killed_continues_with_the_same_numbers(unbroken_run, tmp_path):
     directory = tmp_path / "broken"
     code, output = run(directory, stop_at="step_000004")
     assert code == -signal.SIGKILL, output[-5000:]
@@ -99,6 +99,6 @@ def test_a_stage_that_is_killed_continues_with_the_same_numbers(whole, tmp_path)
     code, output = run(directory)
     assert code == 0, output[-5000:]
     assert "resuming from runs/p/01_cold/checkpoints/" in output
-    assert metrics(directory) == metrics(whole)
-    broken, unbroken = (load_file(stage(d) / "model/model.safetensors") for d in (directory, whole))
-    assert all((broken[name] == tensor).all() for name, tensor in unbroken.items())
+    assert metrics(directory) == metrics(unbroken_run)
+    actual, expected = (load_file(stage(d) / "model/model.safetensors") for d in (directory, unbroken_run))
+    assert all((actual[name] == tensor).all() for name, tensor in expected.items())

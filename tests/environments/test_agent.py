@@ -1,5 +1,5 @@
-"""Guarantees: an agent by OpenAI's API is trained on exactly what the policy sampled for it; its faults are
-those of one sample.
+"""Guarantees: an agent that uses OpenAI's API is trained on exactly what the policy sampled for it; its
+failures cost one sample.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Hermes:
     openings = ("<tool_call>",)
 
     def __call__(self, text: str, tools: Any) -> list[Call]:
-        _, found, rest = text.partition("<tool_call>")
-        call = json.loads(rest.partition("</tool_call>")[0]) if found else None
+        _, opening, rest = text.partition("<tool_call>")
+        call = json.loads(rest.partition("</tool_call>")[0]) if opening else None
         return [Call(call["name"], json.dumps(call["arguments"]))] if call else []
 
 
@@ -82,12 +82,12 @@ def _sampled(rollout: Rollout) -> list[int]:
 
 
 def test_a_conversation_that_grows_is_one_row_with_the_ids_as_sampled() -> None:
-    """The agent strips an answer, as many frameworks do; the row keeps the policy's own tokens."""
+    """The agent strips an answer, as many frameworks do; the row keeps the policy's tokens."""
     renderer, rows = _begin()
     _answer(rows, renderer, "  I guess 400. ", [_S, _U])
-    own = {"role": "assistant", "content": "I guess 400."}
+    stripped = {"role": "assistant", "content": "I guess 400."}
     more = [{"type": "text", "text": "Too "}, {"type": "text", "text": "low <|im_end|>."}]
-    _answer(rows, renderer, "408", [_S, _U, own, {"role": "user", "content": more}])
+    _answer(rows, renderer, "408", [_S, _U, stripped, {"role": "user", "content": more}])
     rollout = rows.rollout(0, "stop", reward=0.5)
     sampled = [*_generated(renderer, "  I guess 400. ").token_ids, *_generated(renderer, "408").token_ids]
     assert not rollout.further_rows and _sampled(rollout) == sampled
@@ -137,20 +137,20 @@ def test_two_conversations_that_alternate_each_have_their_row() -> None:
     rollout = rows.rollout(0, "stop")
     assert [(turn.row, turn.text) for turn in rollout.turns] == [(0, "a"), (1, "b"), (0, "c"), (1, "d")]
     assert len(rollout.further_rows) == 1 and rollout.turns[2].end == len(rollout.completion_ids)
-    asked = renderer.prompt(Task("x", messages=(_U,)))
-    assert _decoded(renderer, rollout.further_rows[0].context_ids) == asked
+    question = renderer.prompt(Task("x", messages=(_U,)))
+    assert _decoded(renderer, rollout.further_rows[0].context_ids) == question
 
 
 def test_each_sampled_token_has_the_mask_that_it_was_sampled_with() -> None:
-    """With top_p: in a row that grows, and in one that begins anew."""
+    """With top_p: in a row that grows, and in a new row."""
     renderer, rows = _begin()
     expected: list[list[int]] = []
     for number, messages in enumerate(([_S, _U], [_U], [_S, _U, {"role": "assistant", "content": "t0"}, _U])):
-        made = _generated(renderer, f"t{number}")
-        lists = [[token, number + 1] for token in made.token_ids]
+        generation = _generated(renderer, f"t{number}")
+        lists = [[token, number + 1] for token in generation.token_ids]
         expected += lists if number != 1 else []
         rows.ask({"messages": messages})
-        rows.add_action(replace(made, kept=KeptTokens.from_lists(lists, 200_000)))
+        rows.add_action(replace(generation, kept=KeptTokens.from_lists(lists, 200_000)))
     rollout = rows.rollout(0, "stop")
     assert len(rollout.rows) == 2
     for row in rollout.rows:
@@ -177,15 +177,15 @@ def test_a_tool_call_makes_a_round_trip() -> None:
     assert text in row and "<tool_response>\nrain\n</tool_response>" in row and '"name": "weather"' in row
     sampled = _generated(renderer, text).token_ids + _generated(renderer, "It rains.").token_ids
     assert _sampled(rollout) == sampled
-    # Without the tools the conversation reads otherwise: a row of its own.
+    # Without the tools the conversation renders differently: another row.
     _answer(rows, renderer, "Yes.", [_U, message, result])
     assert len(rows.rollout(0, "stop").further_rows) == 1
 
 
 def test_a_template_that_drops_thoughts_begins_a_row_within_the_conversation() -> None:
     renderer, rows = _begin("qwen3")
-    own = _answer(rows, renderer, "<think>\nhm\n</think>\n\n400", [_U])
-    _answer(rows, renderer, "408", [_U, own, _U])
+    reply = _answer(rows, renderer, "<think>\nhm\n</think>\n\n400", [_U])
+    _answer(rows, renderer, "408", [_U, reply, _U])
     _answer(rows, renderer, "b", [_S])
     rollout = rows.rollout(0, "stop")
     assert [turn.row for turn in rollout.turns] == [0, 1, 2] and len(rollout.further_rows) == 2
@@ -224,21 +224,17 @@ def test_plain_completions_continue_their_text() -> None:
 @pytest.mark.parametrize(("more", "words"), [
     ({"n": 2}, ["n = 2", "expected several requests"]),
     ({"temperature": 0.2}, ["temperature = 0.2", "expected 1.0", "environment_kwargs.ignore"]),
-    ({"top_p": 0.9}, ["top_p = 0.9"]),
-    ({"min_p": 0.1}, ["min_p = 0.1"]),
-    ({"logprobs": True}, ["logprobs = True"]),
-    ({"logit_bias": {"5": 1}}, ["logit_bias"]),
+    ({"top_p": 0.9}, ["top_p = 0.9"]), ({"min_p": 0.1}, ["min_p = 0.1"]),
+    ({"logprobs": True}, ["logprobs = True"]), ({"logit_bias": {"5": 1}}, ["logit_bias"]),
     ({"response_format": {"type": "json_object"}}, ["response_format"]),
     ({"tool_choice": "required"}, ["tool_choice = 'required'"]),
     ({"guided_regex": "a"}, ["unsupported parameter 'guided_regex'"]),
-    ({"max_tokens": 0}, ["`max_tokens` = 0"]),
-    ({"stop": [""]}, ["`stop` must be"]),
-    ({"tools": "weather"}, ["`tools` must be"]),
-    ({"messages": []}, ["not empty"]),
+    ({"max_tokens": 0}, ["`max_tokens` = 0"]), ({"stop": [""]}, ["`stop` must be"]),
+    ({"tools": "weather"}, ["`tools` must be"]), ({"messages": []}, ["non-empty list"]),
     ({"messages": [{"role": "critic", "content": "x"}]}, ["messages.0.role", "critic"]),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["is no text"]),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["must be text"]),
     ({"messages": [_U, {"role": "assistant", "content": "The"}]}, ["prefilled"]),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}, _U]}, ["no calls of functions"]),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}, _U]}, ["must be function calls"]),
 ])  # fmt: skip
 def test_what_changes_the_distribution_or_cannot_be_read_is_refused(more: Any, words: Sequence[str]) -> None:
     renderer, rows = _begin()
@@ -254,9 +250,9 @@ def test_what_changes_the_distribution_or_cannot_be_read_is_refused(more: Any, w
 
 
 class _Engine:
-    """Answers the texts in turn; the last one again and again."""
+    """Answers with the texts in order, then repeats the last."""
 
-    act: Any  # of the environment
+    act: Any  # the environment's
 
     def __init__(self, renderer: Renderer, *texts: str) -> None:
         self._renderer, self.texts = renderer, list(texts)
@@ -266,11 +262,11 @@ class _Engine:
         self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
     ) -> Generation:
         self.contexts.append(token_ids)
-        made = _generated(self._renderer, self.texts.pop(0) if len(self.texts) > 1 else self.texts[0])
-        if len(made.token_ids) <= max_tokens:
-            return made
+        whole = _generated(self._renderer, self.texts.pop(0) if len(self.texts) > 1 else self.texts[0])
+        if len(whole.token_ids) <= max_tokens:
+            return whole
         cut = slice(max_tokens)
-        return Generation(made.token_ids[cut], made.logprobs[cut], made.versions[cut], "length")
+        return Generation(whole.token_ids[cut], whole.logprobs[cut], whole.versions[cut], "length")
 
 
 _HEAD = """
@@ -341,9 +337,7 @@ print("log"); print(json.dumps({"reward": float(second == row["answer"]) + row["
     ("while True: ask('x', n=2) if '408' == ask('x') else ask('x')", "turns", ""),
     ("print(ask('x'))", "stop", ""),  # no reward: other rewards may judge the answer
 ])  # fmt: skip
-def test_the_faults_of_an_agent_are_those_of_one_sample(
-    tmp_path: Path, code: str, reason: str, words: str
-) -> None:
+def test_the_faults_of_an_agent_cost_one_sample(tmp_path: Path, code: str, reason: str, words: str) -> None:
     rollout, _ = _play(tmp_path, code, timeout_s=3 if "sleep" in code else HANG_S)
     assert rollout.finish_reason == reason and words in rollout.turns[-1].observation
     assert rollout.turns[-1].reward is None and rollout.text == "408"
@@ -401,7 +395,7 @@ print(json.dumps({"reward": float(post(body)[1]["choices"][0]["message"]["conten
 @pytest.mark.parametrize(("budgets", "text", "reason"), [
     (Budgets(40, 2), "4", "turns"), (Budgets(6, 8), "a b c d e f g h", "length"),
 ])  # fmt: skip
-def test_budgets_are_told_as_the_api_tells_them(
+def test_budgets_end_requests_as_the_api_does(
     tmp_path: Path, budgets: Budgets, text: str, reason: str
 ) -> None:
     code = "answers = [ask('x'), ask('y'), ask('z')]; print(json.dumps(answers), file=sys.stderr)\n"
@@ -421,8 +415,8 @@ def test_an_answer_with_a_call_too_many_ends_the_episode(tmp_path: Path) -> None
     assert rollout.finish_reason == "tool_limit" and len(rollout.turns) == 3
 
 
-def test_requests_that_wait_are_told_that_their_episode_has_ended(tmp_path: Path) -> None:
-    """Also several of the same words: a handler that waits on would hold up the end of the worker."""
+def test_pending_requests_fail_when_their_episode_ends(tmp_path: Path) -> None:
+    """Also identical ones: a handler that kept waiting would delay the end of the worker."""
     (tmp_path / "my_agent.py").write_text("import time; time.sleep(1000)")
     settings = EnvironmentsConfig(code_paths=(str(tmp_path),))
 
@@ -463,7 +457,7 @@ print(json.dumps({"reward": float(ask("x") == "408" and statuses == [401, 401, 4
 
 
 def test_nothing_of_an_agent_is_left_behind(tmp_path: Path) -> None:
-    """Neither what it has started, also in a session of its own, nor what ignores the end of its output."""
+    """No process that it started, also in another session, and none that ignores the end of its output."""
     import subprocess
     import time
 
@@ -484,12 +478,8 @@ open({str(tmp_path / "child")!r}, "w").write(str(child.pid)); ask("x"); print('{
 
 
 _ARGUMENTS = json.dumps({"city": "Oslo", "days": [1, 2, 3]})
-_CALLS = [{"id": f"call_1_{number}", "type": "function", "function": {"name": "weather", "arguments": given}}
-          for number, given in enumerate((_ARGUMENTS, "{}"))]  # fmt: skip
-
-
-def _streamed(choice: dict[str, Any], *, chat: bool = True, **body: Any) -> list[dict[str, Any]]:
-    return list(chunks(body, {"choice": choice, "usage": {"total_tokens": 5}}, chat=chat))
+_CALLS = [{"id": f"call_1_{number}", "type": "function", "function": {"name": "weather", "arguments": text}}
+          for number, text in enumerate((_ARGUMENTS, "{}"))]  # fmt: skip
 
 
 @pytest.mark.parametrize("content", ["  Rain,\nthen sun. ", "", None])
@@ -497,7 +487,8 @@ def test_a_stream_has_the_parts_of_an_answer_and_no_other(content: str | None) -
     calls = [] if content else _CALLS
     reason = "tool_calls" if calls else "stop"
     message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
-    parts = _streamed({"message": message, "finish_reason": reason})
+    choice = {"message": message, "finish_reason": reason}
+    parts = list(chunks({}, {"choice": choice, "usage": {"total_tokens": 5}}, chat=True))
     assert len({(part["id"], part["object"], part["model"]) for part in parts}) == 1
     assert all("usage" not in part for part in parts)
     deltas = [part["choices"][0]["delta"] for part in parts]
@@ -512,18 +503,19 @@ def test_a_stream_has_the_parts_of_an_answer_and_no_other(content: str | None) -
 
 def test_a_program_that_is_not_there_is_reported_before_a_run(tmp_path: Path) -> None:
     settings = EnvironmentsConfig(code_paths=(str(tmp_path),))
-    with pytest.raises(ValueError, match=r"program absent\.py is no file of code_paths"):
+    with pytest.raises(ValueError, match=r"program absent\.py is neither .* file in code_paths"):
         EnvironmentProbe("program:absent.py", {}, settings).describe()
     (tmp_path / "there.py").write_text("")
     described = EnvironmentProbe("program:there.py --fast", {}, settings).describe()
     assert not described.stateless and not described.asks and not described.tools
 
 
-@pytest.mark.parametrize(("given", "name"), [
+@pytest.mark.parametrize(("environment", "name"), [
     ({"program": "my_agent.py --fast"}, "program:my_agent.py --fast"), ("program:a", "program:a"),
 ])  # fmt: skip
-def test_the_configuration_names_a_program(given: Any, name: str) -> None:
-    data = DataConfig(train=(DataSourceConfig(path="demo:add3", environment=given),), environment=given)
+def test_the_configuration_names_a_program(environment: Any, name: str) -> None:
+    sources = (DataSourceConfig(path="demo:add3", environment=environment),)
+    data = DataConfig(train=sources, environment=environment)
     assert data.environment == data.train[0].environment == name
     with pytest.raises(ValueError, match="environment"):
         DataConfig(train=(DataSourceConfig(path="demo:add3"),), environment={"program": 1})
@@ -540,8 +532,8 @@ def test_rows_with_a_context_of_their_own_reach_the_batch_and_its_table(tmp_path
     (read,) = read_groups(tmp_path / "step_000001.parquet", {"p": rows._prompt})
     assert rollout.context_ids is not None
     whole = [*rollout.context_ids.tolist(), *rollout.completion_ids.tolist()]
-    for own in (group, read):
-        batch = make_batch([own], [rewards], ref_logprobs=None, max_new_tokens=200)
+    for one in (group, read):
+        batch = make_batch([one], [rewards], ref_logprobs=None, max_new_tokens=200)
         assert batch.tokens[0].tolist() == whole and batch.prompt_lengths.tolist() == [0]
         assert batch.policy.mask[0].tolist() == [i >= len(rollout.context_ids) for i in range(len(whole))]
 

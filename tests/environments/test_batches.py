@@ -1,5 +1,5 @@
 """Guarantees: an environment with `step_batch` answers the actions of many episodes in one call, in one
-process of its own; each episode keeps its state, and what one raises is told to it alone.
+separate process; each episode keeps its state, and an error fails only the episode that raised it.
 """
 
 from __future__ import annotations
@@ -103,10 +103,6 @@ def runner(settings: EnvironmentsConfig) -> EpisodeRunner:
     return EpisodeRunner(settings)
 
 
-def task(directory: Path) -> Task:
-    return Task("together:Together", {"directory": str(directory)}, batched=True)
-
-
 async def act(
     runner: EpisodeRunner,
     directory: Path,
@@ -115,9 +111,9 @@ async def act(
     turn: int = 0,
     answer: str = "",
 ) -> Observed:
-    given = action if isinstance(action, Action) else Action(action)
-    problem = Problem("?", answer or episode)
-    return await runner.act(episode, task(directory), problem, given, turn=turn)
+    action = action if isinstance(action, Action) else Action(action)
+    task = Task("together:Together", {"directory": str(directory)}, batched=True)
+    return await runner.act(episode, task, Problem("?", answer or episode), action, turn=turn)
 
 
 def calls(directory: Path) -> list[tuple[int, int]]:
@@ -149,7 +145,7 @@ async def test_actions_that_come_during_a_call_share_the_next_one(
 
 @pytest.mark.slow
 @session
-async def test_what_one_episode_raises_only_it_gets(tmp_path: Path, runner: EpisodeRunner) -> None:
+async def test_an_error_of_one_episode_fails_no_other(tmp_path: Path, runner: EpisodeRunner) -> None:
     (tmp_path / "gate").touch()
     call = Action("", (Call("where", "{}"),))
     fine, none, unstarted, called = await asyncio.gather(
@@ -159,10 +155,8 @@ async def test_what_one_episode_raises_only_it_gets(tmp_path: Path, runner: Epis
         act(runner, tmp_path, "d", call),
     )
     assert (fine.observation, fine.failed) == ("a: x", "")
-    assert (
-        "step returned a NoneType, expected a Step" in none.failed
-        and "no such problem" in unstarted.failed
-    )
+    assert "step returned a NoneType, expected a Step" in none.failed
+    assert "no such problem" in unstarted.failed
     assert int(called.calls[0].result) == calls(tmp_path)[0][1], "tools run in the same process"
     assert (await act(runner, tmp_path, "a", "y", 1)).observation == "a: x y"
     for word, reason in (("all", "all of them"), ("few", "step_batch returned 0 answers to 2 actions")):
@@ -230,6 +224,6 @@ async def test_what_episodes_share_is_loaded_once_before_them(tmp_path: Path, ru
     )
     assert [o.observation for o in observed] == ["known"] * 3
     assert file.read_text() == "knownx"
-    gone = Task("together:Loaded", {"file": str(tmp_path / "absent")})
-    failed = await runner.act("f", gone, Problem("", ""), Action("?"), turn=0)
+    missing = Task("together:Loaded", {"file": str(tmp_path / "absent")})
+    failed = await runner.act("f", missing, Problem("", ""), Action("?"), turn=0)
     assert "FileNotFoundError" in failed.failed

@@ -11,14 +11,7 @@ from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.builtin import calculator
 from grpo_dist.environments.dialogue import Dialogue, Renderer
 from grpo_dist.environments.episode import Call, Observed
-from grpo_dist.environments.tools import (
-    BadCall,
-    TypedTool,
-    read_chat,
-    read_code,
-    resolve_format,
-    typed_tools,
-)
+from grpo_dist.environments.tools import BadCall, TypedTool, read_chat, read_code, resolve_format, typed_tools
 from grpo_dist.types import Prompt, Task, ToolCall
 from tests.support.chat_templates import real_tokenizer
 from tests.support.made_episodes import generated
@@ -71,11 +64,8 @@ class _Nothing:
 
 
 @pytest.mark.parametrize(("call_format", "text", "malformed"), [
-    ("hermes", "<tool_call>{", True),
-    ("hermes", "<tool_call>OK", False),
-    ("hermes", "an answer", False),
-    ("llama3_json", '{"name": "f", ', True),
-    ("llama3_json", "\\boxed{5}", False),
+    ("hermes", "<tool_call>{", True), ("hermes", "<tool_call>OK", False), ("hermes", "an answer", False),
+    ("llama3_json", '{"name": "f", ', True), ("llama3_json", "\\boxed{5}", False),
     ("qwen3_xml", "<function=f><parameter=x>OK", True),
     ("qwen3_xml", "<function=f><parameter=x>OK</parameter></function>", False),
     ("another", "<special>", True),
@@ -98,15 +88,15 @@ def test_a_parser_that_raises_makes_the_call_malformed() -> None:
     assert not calls and "KeyError: 'name" in reason and "valid JSON" in reason and len(reason) < 300
 
 
-_HALF = "\ud800"  # of a surrogate pair
+_HALF = "\ud800"  # half of a surrogate pair
 
 
 def test_no_record_of_an_episode_holds_half_of_a_surrogate_pair() -> None:
     call = Call(f"f{_HALF}", f'{{"x": "{_HALF}é"}}')
     assert (call.name, call.arguments) == ("f\ufffd", '{"x": "\ufffdé"}')
-    made = ToolCall(f"f{_HALF}", _HALF, f"a{_HALF}b", "ok", 0.0)
+    tool_call = ToolCall(f"f{_HALF}", _HALF, f"a{_HALF}b", "ok", 0.0)
     messages = ({"role": "user", "content": [{"text": _HALF}]}, {"role": "tool", "content": f"😀{_HALF}"})
-    observed = Observed(messages, (made,), failed=f"KeyError: {_HALF}")
+    observed = Observed(messages, (tool_call,), failed=f"KeyError: {_HALF}")
     assert observed.calls == (ToolCall("f\ufffd", "\ufffd", "a\ufffdb", "ok", 0.0),)
     assert observed.failed == "KeyError: \ufffd"
     assert observed.observation == (
@@ -163,15 +153,12 @@ def test_the_schema_comes_from_types_and_docstring() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ('{"city": "Ulm"', ["not valid JSON", "Ulm"]),
-    ('["Ulm"]', ["JSON list", "expected an object"]),
-    ("3", ["JSON int"]),
-    ("{}", ["_weather", "`city` is missing", "It takes: city, days, unit"]),
+    ('{"city": "Ulm"', ["not valid JSON", "Ulm"]), ('["Ulm"]', ["JSON list", "expected an object"]),
+    ("3", ["JSON int"]), ("{}", ["_weather", "`city` is missing", "It takes: city, days, unit"]),
     ('{"city": "Ulm", "hours": 3}', ["no argument `hours`"]),
     ('{"city": "Ulm", "days": "many"}', ["`days` = 'many'", "valid integer"]),
     ('{"city": "Ulm", "unit": "K"}', ["`unit` = 'K'", "'C' or 'F'"]),
-    ('{"city": null}', ["`city`", "valid string"]),
-    ("[" * 100_000, ["not valid JSON"]),
+    ('{"city": null}', ["`city`", "valid string"]), ("[" * 100_000, ["not valid JSON"]),
 ])  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused_in_words(arguments: str, words: list[str]) -> None:
     with pytest.raises(BadCall) as error:
@@ -233,7 +220,7 @@ def _variadic(*x: int) -> int:
 @pytest.mark.parametrize(("functions", "words"), [
     ([_untyped], "parameter `x` has no type"),
     ([_undocumented], "no docstring"),
-    ([_variadic], "`x` must be one that calls can name"),
+    ([_variadic], "`x` must be usable as a keyword"),
     ([calculator, calculator], "two tools have the name `calculator`"),
 ])  # fmt: skip
 def test_a_tool_without_a_schema_is_refused(functions: list, words: str) -> None:
@@ -242,61 +229,28 @@ def test_a_tool_without_a_schema_is_refused(functions: list, words: str) -> None
 
 
 @pytest.mark.parametrize(("expression", "result"), [
-    ("347*58", "20126"),
-    ("1/3", "1/3 (about 0.333333333333)"),
-    ("0.1+0.2", "0.3"),
-    ("-1/8", "-0.125"),
-    ("-7//2", "-4"),
-    ("-7 % 3", "2"),
-    ("2**100", "1267650600228229401496703205376"),
-    ("2^10", "1024"),
-    ("3×4", "12"),
-    ("2**-2", "0.25"),
-    ("sqrt(16)/4", "1"),
-    ("sqrt(2)", "1.41421356237"),
-    ("sqrt(1/4)", "0.5"),
-    ("round(2/3, 2)", "0.67"),
-    ("floor(-0.5)", "-1"),
-    ("max(1, 2.5, 1/3)", "2.5"),
-    ("gcd(12, 18)", "6"),
-    ("factorial(20)", "2432902008176640000"),
-    ("comb(10, 3)", "120"),
-    ("1e3", "1000"),
-    ("0x10", "16"),
-    ("1_000", "1000"),
-    ("1**10000000000", "1"),
-    ("0**5", "0"),
+    ("347*58", "20126"), ("1/3", "1/3 (about 0.333333333333)"), ("0.1+0.2", "0.3"), ("-1/8", "-0.125"),
+    ("-7//2", "-4"), ("-7 % 3", "2"), ("2**100", "1267650600228229401496703205376"), ("2^10", "1024"),
+    ("3×4", "12"), ("2**-2", "0.25"), ("sqrt(16)/4", "1"), ("sqrt(2)", "1.41421356237"), ("sqrt(1/4)", "0.5"),
+    ("round(2/3, 2)", "0.67"), ("floor(-0.5)", "-1"), ("max(1, 2.5, 1/3)", "2.5"), ("gcd(12, 18)", "6"),
+    ("factorial(20)", "2432902008176640000"), ("comb(10, 3)", "120"), ("1e3", "1000"), ("0x10", "16"),
+    ("1_000", "1000"), ("1**10000000000", "1"), ("0**5", "0"),
 ])  # fmt: skip
 def test_the_calculator_is_exact(expression: str, result: str) -> None:
     assert calculator(expression) == result
 
 
 @pytest.mark.parametrize(("expression", "words"), [
-    ("9**9**9", "too large"),
-    ("factorial(10**6)", "between 0 and 1000"),
-    ("10**5999*10**5999", "too large"),
-    ("1e999999", "too large"),
-    ("2**0.5**1e9", "too large"),
-    ("1/0", "division by zero"),
-    ("0**-1", "division by zero"),
-    ("(-8)**(1/3)", "real"),
-    ("sqrt(-1)", "real"),
-    ("__import__('os').system('true')", "cannot be computed"),
-    ("().__class__", "cannot be computed"),
-    ("[1]*10**9", "cannot be computed"),
-    ("'a'*3", "cannot be computed"),
-    ("True", "cannot be computed"),
-    ("lambda: 1", "cannot be computed"),
-    ("x", "cannot be computed"),
-    ("abs()", "does not take 0"),
-    ("round(1, 10**9)", "at most 100"),
-    ("max(*[1])", "plain numbers"),
-    ("1 +", "not an arithmetic expression"),
-    ("(" * 900, "not an arithmetic expression"),
-    ("1" * 2000, "2000 characters"),
-    ("-" * 999 + "1", "not an arithmetic expression"),
-    ("10**400 + 0.5 * pi", "too large"),
-    ("a, b", "cannot be computed"),
+    ("9**9**9", "too large"), ("factorial(10**6)", "between 0 and 1000"), ("10**5999*10**5999", "too large"),
+    ("1e999999", "too large"), ("2**0.5**1e9", "too large"), ("1/0", "division by zero"),
+    ("0**-1", "division by zero"), ("(-8)**(1/3)", "real"), ("sqrt(-1)", "real"),
+    ("__import__('os').system('true')", "cannot be computed"), ("().__class__", "cannot be computed"),
+    ("[1]*10**9", "cannot be computed"), ("'a'*3", "cannot be computed"), ("True", "cannot be computed"),
+    ("lambda: 1", "cannot be computed"), ("x", "cannot be computed"), ("abs()", "does not take 0"),
+    ("round(1, 10**9)", "at most 100"), ("max(*[1])", "plain numbers"),
+    ("1 +", "not an arithmetic expression"), ("(" * 900, "not an arithmetic expression"),
+    ("1" * 2000, "2000 characters"), ("-" * 999 + "1", "not an arithmetic expression"),
+    ("10**400 + 0.5 * pi", "too large"), ("a, b", "cannot be computed"),
 ])  # fmt: skip
 def test_the_calculator_refuses_in_words(expression: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -315,20 +269,22 @@ def test_a_demonstrated_call_has_the_tokens_and_the_mask_of_an_episode():
         task = Task("calculator", messages=messages, tools=(TypedTool(calculator).schema,))
         assert renderer.ids(renderer.prompt(task)) == row.token_ids.tolist()
         episode = Dialogue(renderer, Prompt("p", row.token_ids, "", "products", question, task=task))
-        asked, given, answer = np.split(row.completion_ids, np.flatnonzero(np.diff(row.sampled)) + 1)
-        action = sampled(episode, asked)
-        assert renderer.text(asked.tolist()).endswith(renderer.stop(task)[0])
+        call_ids, result_ids, answer_ids = np.split(
+            row.completion_ids, np.flatnonzero(np.diff(row.sampled)) + 1
+        )
+        action = add_action(episode, call_ids)
+        assert renderer.text(call_ids.tolist()).endswith(renderer.stop(task)[0])
         (call,) = action.calls
         assert (call.name, call.arguments.strip()) == ("calculator", question.removesuffix("="))
         result = calculator(call.arguments)
         episode.observe(Observed(calls=(ToolCall("calculator", call.arguments, result, "ok", 0.0),)))
-        assert tokenizer.decode(given) == f"```output\n{result}\n```\n"
-        assert sampled(episode, answer).calls == ()
+        assert tokenizer.decode(result_ids) == f"```output\n{result}\n```\n"
+        assert add_action(episode, answer_ids).calls == ()
         rollout = episode.rollout(0, "stop")
         assert rollout.completion_ids.tolist() == row.completion_ids.tolist()
         assert rollout.sampled.tolist() == row.sampled.tolist()
         assert rollout.text == f"\\boxed{{{result}}}"
 
 
-def sampled(episode, ids):
+def add_action(episode, ids):
     return episode.add_action(generated(ids, -0.5))

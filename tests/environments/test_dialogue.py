@@ -1,4 +1,4 @@
-"""Guarantees: sampled ids stay as sampled; given ids are those that the real chat template writes."""
+"""Guarantees: sampled ids stay as sampled; given ids are what the real chat template writes."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def _prompt(
     scored: str = "",
     **task: Any,
 ) -> Prompt:
-    made = Task("calculator", messages=messages, tools=tools, prefill=prefill, **task)
-    text = renderer.prompt(made) if messages else f"12*34={prefill}"
+    prompt_task = Task("calculator", messages=messages, tools=tools, prefill=prefill, **task)
+    text = renderer.prompt(prompt_task) if messages else f"12*34={prefill}"
     ids, thought = np.array(renderer.ids(text), np.int32), detect_thought(text.removesuffix(scored))
-    return Prompt("p", ids, "408", "s", "12*34", task=made, thought=thought, prefill=scored)
+    return Prompt("p", ids, "408", "s", "12*34", task=prompt_task, thought=thought, prefill=scored)
 
 
 def _begin(name: str, **prompt: Any) -> tuple[Any, Renderer, Dialogue]:
@@ -80,14 +80,14 @@ def _decoded(tokenizer: Any, prompt: Prompt, rollout: Rollout) -> str:
 
 def _sampled(rollout: Rollout) -> list[int]:
     mask = rollout.sampled if rollout.sampled is not None else np.ones(len(rollout.completion_ids), bool)
-    found = rollout.completion_ids[mask].tolist()
+    ids = rollout.completion_ids[mask].tolist()
     for row in rollout.further_rows:
-        own = row.sampled if row.sampled is not None else np.ones(len(row.completion_ids), bool)
-        found += row.completion_ids[own].tolist()
-    return found
+        mask = row.sampled if row.sampled is not None else np.ones(len(row.completion_ids), bool)
+        ids += row.completion_ids[mask].tolist()
+    return ids
 
 
-def _played(
+def _play_two_actions(
     name: str, observed: Observed, actions: tuple[str, str], **kwargs: Any
 ) -> tuple[Any, Prompt, Rollout]:
     tokenizer = real_tokenizer(name)
@@ -101,6 +101,11 @@ def _played(
     rollout = dialogue.rollout(0, "stop")
     assert _sampled(rollout) == sampled, "what was sampled was changed"
     return tokenizer, prompt, rollout
+
+
+def _templated(tokenizer: Any, prompt: Prompt, messages: Any) -> str:
+    tools = list(prompt.task.tools) or None if prompt.task else None
+    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
 
 
 _NO_TOOLS: dict[str, Any] = {"tools": ()}
@@ -120,24 +125,21 @@ _CASES = {
 @pytest.mark.parametrize("case", _CASES)
 def test_a_row_reads_exactly_as_the_template_writes_the_conversation(case: str) -> None:
     name, observed, first, kwargs = _CASES[case]
-    tokenizer, prompt, rollout = _played(name, observed, (first, "It is 408."), **kwargs)
+    tokenizer, prompt, rollout = _play_two_actions(name, observed, (first, "It is 408."), **kwargs)
     assert not rollout.further_rows
     assert rollout.sampled is not None
-    # Interior given tokens alone: the row begins and ends with what the policy sampled.
+    # Given tokens are interior: the row begins and ends with sampled ones.
     assert rollout.sampled[0] and rollout.sampled[-1] and not rollout.sampled.all()
-    given = ~rollout.sampled
-    assert np.all(rollout.policy_versions[given] == -1) and np.all(rollout.logprobs[given] == 0)
-    assert np.all(rollout.policy_versions[~given] == 3) and np.all(rollout.logprobs[~given] == -0.5)
+    is_given = ~rollout.sampled
+    assert np.all(rollout.policy_versions[is_given] == -1) and np.all(rollout.logprobs[is_given] == 0)
+    assert np.all(rollout.policy_versions[~is_given] == 3) and np.all(rollout.logprobs[~is_given] == -0.5)
     answer = (
         [{"role": "tool", "name": "calculator", "content": "408"}] if observed.calls
         else [{"role": "user", "content": "Too low."}]
     )  # fmt: skip
     lead = "<think>\n" if name == "deepseek-r1-distill" else ""
     conversation = [_QUESTION, {"role": "assistant", "content": lead + first}, *answer]
-    tools = list(prompt.task.tools) or None if prompt.task else None
-    expected = tokenizer.apply_chat_template(
-        conversation, tools=tools, tokenize=False, add_generation_prompt=True
-    )
+    expected = _templated(tokenizer, prompt, conversation)
     assert _decoded(tokenizer, prompt, rollout) == f"{expected}It is 408.{tokenizer.eos_token}"
 
 
@@ -146,17 +148,14 @@ def test_a_row_reads_exactly_as_the_template_writes_the_conversation(case: str) 
     ("deepseek-r1-distill", "hm\n</think>\n\nIs it 400?", "\n\nIs it 400?"),
 ])  # fmt: skip
 def test_a_template_that_drops_thoughts_begins_a_further_row(name: str, first: str, kept: str) -> None:
-    tokenizer, _, rollout = _played(name, Observed("Too low."), (first, "It is 408."), tools=())
+    tokenizer, _, rollout = _play_two_actions(name, Observed("Too low."), (first, "It is 408."), tools=())
     assert rollout.sampled is None and rollout.completion_ids[-1] == tokenizer.eos_token_id
     (row,) = rollout.further_rows
     assert row.sampled is None
     context = tokenizer.decode(row.context_ids.tolist())
     assert "hm" not in context and "Is it 400?" in context and "Too low." in context
-    conversation = [
-        _QUESTION,
-        {"role": "assistant", "content": kept},
-        {"role": "user", "content": "Too low."},
-    ]
+    low = {"role": "user", "content": "Too low."}
+    conversation = [_QUESTION, {"role": "assistant", "content": kept}, low]
     assert context == tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     assert [(turn.row, turn.end) for turn in rollout.turns] == [
         (0, len(rollout.completion_ids)), (1, len(row.completion_ids))
@@ -165,7 +164,7 @@ def test_a_template_that_drops_thoughts_begins_a_further_row(name: str, first: s
 
 def test_tool_results_keep_the_thoughts_of_qwen3() -> None:
     first = "<think>\nhm\n</think>\n\n<tool_call>"
-    tokenizer, prompt, rollout = _played("qwen3", _result("408"), (first, "It is 408."))
+    tokenizer, prompt, rollout = _play_two_actions("qwen3", _result("408"), (first, "It is 408."))
     assert not rollout.further_rows and "hm" in _decoded(tokenizer, prompt, rollout)
 
 
@@ -201,7 +200,7 @@ def test_a_cut_action_is_ended_by_given_tokens() -> None:
     assert sampled is not None and sampled[: len(ids) + 1].tolist() == [True] * len(ids) + [False]
 
 
-def test_given_tokens_behind_the_last_action_are_no_part_of_the_rollout() -> None:
+def test_given_tokens_after_the_last_action_are_no_part_of_the_rollout() -> None:
     tokenizer, renderer, dialogue = _begin("qwen2.5")
     ids = _act(dialogue, renderer, "Is it 400?", tokenizer.eos_token)
     dialogue.observe(Observed("Too low. " * 100, reward=0.25))
@@ -265,8 +264,8 @@ def test_a_block_in_another_language_is_no_call_and_sampling_continues() -> None
     assert len(rollout.turns) == 2 and rollout.turns[0].end == len(ids) + len(more)
 
 
-def test_an_episode_goes_on_behind_a_block_without_a_language() -> None:
-    """Sampling stops at both of its fences, the opening one, too."""
+def test_an_episode_goes_on_after_a_block_without_a_language() -> None:
+    """Sampling stops at both of its fences, also the opening one."""
     tokenizer = character_tokenizer()
     renderer = _renderer(tokenizer, "code")
     prompt = _prompt(renderer)
@@ -274,19 +273,19 @@ def test_an_episode_goes_on_behind_a_block_without_a_language() -> None:
     (stop,) = renderer.stop(prompt.task)
     text = f"I list the terms:\n```\n12*34 = 408\n```\nSo it is \\boxed{{408}}{END}"
     parts = [part + stop for part in text.split(stop)[:-1]] + text.split(stop)[-1:]
-    acted: list[str] = []
+    actions: list[str] = []
 
     class Scripted:
         async def generate(self, token_ids: list[int], seed: int, max_tokens: int) -> Generation:
             return generated(renderer.ids(parts.pop(0)))
 
         async def act(self, action: Action, turn: int) -> Observed:
-            acted.append(action.text)
+            actions.append(action.text)
             return Observed(done=True)
 
     dialogue, scripted = Dialogue(renderer, prompt), Scripted()
     reason = asyncio.run(play(dialogue, scripted, Budgets(500, 8), seed=0))
-    assert (reason, acted, parts) == ("stop", [text.removesuffix(END)], [])
+    assert (reason, actions, parts) == ("stop", [text.removesuffix(END)], [])
     assert tokenizer.decode(dialogue.rollout(0, reason).completion_ids.tolist()) == text
 
 
@@ -300,24 +299,21 @@ def test_each_message_begins_with_the_prefill_which_is_never_trained(
     name: str, prefill: str, observed: Observed, first: str, kwargs: Any, scored: bool
 ) -> None:
     kwargs = kwargs | {"prefill": prefill, "scored": prefill if scored else ""}
-    tokenizer, prompt, rollout = _played(name, observed, (first, "It is 408."), **kwargs)
+    tokenizer, prompt, rollout = _play_two_actions(name, observed, (first, "It is 408."), **kwargs)
     answer = (
         {"role": "tool", "name": "calculator", "content": "408"} if observed.calls
         else {"role": "user", "content": "Too low."}
     )  # fmt: skip
     conversation = [_QUESTION, {"role": "assistant", "content": prefill + first}, answer]
-    tools = list(prompt.task.tools) or None if prompt.task else None
-    expected = tokenizer.apply_chat_template(
-        conversation, tools=tools, tokenize=False, add_generation_prompt=True
-    )
+    expected = _templated(tokenizer, prompt, conversation)
     assert not rollout.further_rows and rollout.sampled is not None and rollout.sampled[0]
     assert _decoded(tokenizer, prompt, rollout) == f"{expected}{prefill}It is 408.{tokenizer.eos_token}"
-    shown = prefill if scored else ""
-    assert [turn.text for turn in rollout.turns] == [shown + first, f"{shown}It is 408."]
-    assert rollout.text == f"{shown}It is 408."
+    visible = prefill if scored else ""
+    assert [turn.text for turn in rollout.turns] == [visible + first, f"{visible}It is 408."]
+    assert rollout.text == f"{visible}It is 408."
 
 
-def test_a_prefill_stands_in_front_of_a_message_and_not_behind_what_an_environment_puts_into_one() -> None:
+def test_a_prefill_begins_a_message_and_does_not_follow_observed_text() -> None:
     tokenizer = real_tokenizer("qwen2.5")
     renderer = _renderer(tokenizer)
     prompt = _prompt(renderer, (), prefill="<think>", scored="<think>", stop=("</search>",))
@@ -365,14 +361,14 @@ def test_a_tool_cannot_write_a_turn_of_its_own() -> None:
 def test_results_are_cut_in_the_middle_to_max_tool_tokens(length: int) -> None:
     renderer = _renderer(character_tokenizer(), max_tool_tokens=40)
     text = "".join(chr(97 + i % 26) for i in range(length))
-    shown = renderer.cut(text)
-    assert len(renderer.ids(shown)) <= 40
+    cut = renderer.cut(text)
+    assert len(renderer.ids(cut)) <= 40
     if length <= 40:
-        assert shown == text
+        assert cut == text
     else:
-        head, tail = shown.split("\n... ")[0], shown.split("cut ...\n")[1]
+        head, tail = cut.split("\n... ")[0], cut.split("cut ...\n")[1]
         assert text.startswith(head) and text.endswith(tail) and head and tail
-        assert f"... {length - len(head) - len(tail)} characters cut ..." in shown
+        assert f"... {length - len(head) - len(tail)} characters cut ..." in cut
 
 
 def test_calls_inside_a_thought_are_none() -> None:
@@ -387,7 +383,7 @@ def test_calls_inside_a_thought_are_none() -> None:
         dialogue.observe(Observed("go on"))
 
 
-def test_a_code_block_inside_a_thought_is_a_call_and_the_thought_goes_on_behind_its_result() -> None:
+def test_a_code_block_inside_a_thought_is_a_call_and_the_thought_goes_on_after_its_result() -> None:
     tokenizer = real_tokenizer("deepseek-r1-distill")
     renderer = _renderer(tokenizer, "auto")
     prompt = _prompt(renderer)

@@ -1,4 +1,4 @@
-"""Guarantee: what the guide shows works as it stands there: `check`, and episodes of its environment."""
+"""Guarantee: the code in the guide works unchanged: `check`, and episodes of its environment."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_check_shows_the_environment_its_tools_and_an_answer(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main(["check", "guess.yaml"])
-    told = capsys.readouterr().out
-    assert status == 0, told
-    assert "rows for training: 50 of Guess; held out: 50 of held_out" in told
-    asked = "<|user|>Guess a number below 100. Answer with the number alone.<|assistant|>"
-    assert f"computes the expression in it.{asked}" in told
-    assert "games:Guess; tools: calculator(expression), called in code blocks" in told
-    assert "the prompt does not name" not in told
-    assert "'6 * 7' is answered with '42' (ok)" in told
+    output = capsys.readouterr().out
+    assert status == 0, output
+    assert "rows for training: 50 of Guess; held out: 50 of held_out" in output
+    question = "<|user|>Guess a number below 100. Answer with the number alone.<|assistant|>"
+    assert f"computes the expression in it.{question}" in output
+    assert "games:Guess; tools: calculator(expression), called in code blocks" in output
+    assert "the prompt does not name" not in output
+    assert "'6 * 7' is answered with '42' (ok)" in output
 
 
 def test_check_says_where_the_policy_is_not_told_of_a_tool() -> None:
@@ -67,13 +67,11 @@ def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:
     assert (prompt.answer, held_out.answer, held_out.source) == ("6", "7", "held_out")
     assert prompt.token_ids.tolist() == held_out.token_ids.tolist(), "the number is not in the question"
 
-    async def played() -> list[Observed]:
+    async def play() -> list[Observed]:
         runner = EpisodeRunner(config.environments)
         assert prompt.task is not None
-        problem, call = (
-            Problem(prompt.text, prompt.answer, prompt.columns),
-            Call("calculator", "3*2", raw=True),
-        )
+        problem = Problem(prompt.text, prompt.answer, prompt.columns)
+        call = Call("calculator", "3*2", raw=True)
         actions = [Action("50"), Action("more"), Action("", (call,)), Action("6")]
         try:
             return [
@@ -83,7 +81,7 @@ def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:
         finally:
             await runner.close()
 
-    first, second, third, last = asyncio.run(played())
+    first, second, third, last = asyncio.run(play())
     assert (first.observation, first.reward) == ("Too high.", 0.0)
     assert (second.observation, second.reward) == ("Answer with a number.", -0.1)
     assert third.calls[0].result == "6" and third.reward is None
@@ -96,16 +94,13 @@ def test_check_shows_the_environment_that_answers_in_batches(
 ) -> None:
     rows = "\n".join(f'{{"problem": "say {n}", "answer": "{n}"}}' for n in range(4))
     (here / "rows.jsonl").write_text(rows)
-    text = (
-        (here / "guess.yaml")
-        .read_text()
-        .replace('environment: "games:Guess"', 'environment: "judged:Judged", path: rows.jsonl')
-    )
-    (here / "judged.yaml").write_text(text.replace(", split: test", ""))
+    text = (here / "guess.yaml").read_text().replace(", split: test", "")
+    judged = text.replace('environment: "games:Guess"', 'environment: "judged:Judged", path: rows.jsonl')
+    (here / "judged.yaml").write_text(judged)
     status = main(["check", "judged.yaml", "data.overlap=warn", "data.eval=[]"])
-    told = capsys.readouterr().out
-    assert status == 0, told
-    assert "judged:Judged" in told and "reward 1" in told
+    output = capsys.readouterr().out
+    assert status == 0, output
+    assert "judged:Judged" in output and "reward 1" in output
 
 
 @pytest.mark.slow
@@ -113,7 +108,7 @@ def test_check_shows_the_environment_that_answers_in_batches(
     ("def start(self, problem):", "def start(self):", ["Guess/train:1", "start: TypeError", "every row"]),
     ("return Step(reward=1.0, done=True)", "return 1.0", ["trial action failed", "a float, expected a Step"]),
     ("import calculator", "import abacus", ["`games` cannot be imported", "abacus", "code_paths"]),
-    ("class Guess(Environment)", "class Guess", ["no subclass of Environment"]),
+    ("class Guess(Environment)", "class Guess", ["not a subclass of Environment"]),
     ("tools = [calculator]", "tools = [int]", ["environment games:Guess: tool `int` is no function"]),
 ], 2))  # fmt: skip
 def test_what_is_wrong_with_an_environment_is_reported_before_a_run(
@@ -123,6 +118,6 @@ def test_what_is_wrong_with_an_environment_is_reported_before_a_run(
     assert part in games.read_text()
     games.write_text(games.read_text().replace(part, broken))
     assert main(["check", "guess.yaml"]) == 2
-    told = capsys.readouterr()
-    said = told.out + told.err
-    assert all(word in said for word in words), said
+    captured = capsys.readouterr()
+    output = captured.out + captured.err
+    assert all(word in output for word in words), output

@@ -1,5 +1,5 @@
-"""Guarantees: environments of verifiers, reasoning-gym and openenv-core, unmodified, give prompts,
-observations and rewards of their own, from one line of configuration.
+"""Guarantees: environments of verifiers, reasoning-gym and openenv-core, unmodified, give their
+prompts, observations and rewards, from one line of configuration.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from tests.support.patience import HANG_S
 
 
 def _prompts(environments: EnvironmentsConfig, **source: Any) -> list[Prompt]:
-    own = DataSourceConfig(**source)
-    data = DataConfig(train=(own,))
-    rows = read(own, environment_problems(data, environments))
+    train = DataSourceConfig(**source)
+    data = DataConfig(train=(train,))
+    rows = read(train, environment_problems(data, environments))
     tokenizer = character_tokenizer()
-    tasks = source_tasks(data, environments, own, rows, tokenizer)
-    return build_prompts(
-        rows, tokenizer, PromptFormat.from_config(data), max_prompt_tokens=9000, tasks=tasks
-    ).prompts
+    tasks = source_tasks(data, environments, train, rows, tokenizer)
+    form = PromptFormat.from_config(data)
+    return build_prompts(rows, tokenizer, form, max_prompt_tokens=9000, tasks=tasks).prompts
 
 
 def _play(environments: EnvironmentsConfig, prompt: Prompt, actions: Sequence[str]) -> list[Observed]:
-    async def played() -> list[Observed]:
+    async def run() -> list[Observed]:
         runner = EpisodeRunner(environments)
         assert prompt.task is not None
         problem = Problem(prompt.text, prompt.answer, prompt.columns)
@@ -48,7 +47,12 @@ def _play(environments: EnvironmentsConfig, prompt: Prompt, actions: Sequence[st
         finally:
             await runner.close()
 
-    return asyncio.run(played())
+    return asyncio.run(run())
+
+
+def _verifiers(directory: Path) -> EnvironmentsConfig:
+    python = interpreter_with("verifiers")
+    return EnvironmentsConfig(python=python, code_paths=(str(directory),), timeout_s=HANG_S)
 
 
 @pytest.mark.slow
@@ -72,12 +76,9 @@ def test_reasoning_gym_scores_its_own_problems() -> None:
 @pytest.mark.slow
 def test_a_taskset_of_verifiers_gives_prompts_and_weighted_rewards(tmp_path: Path) -> None:
     (tmp_path / "my_sums.py").write_text(taskset("reply == answer", metric="right", short=4))
-    environments = EnvironmentsConfig(
-        python=interpreter_with("verifiers"), code_paths=(str(tmp_path),), timeout_s=HANG_S
-    )
-    prompts = _prompts(
-        environments, environment="verifiers:my_sums", environment_kwargs={"last": 4, "left_out": [3]}
-    )
+    environments = _verifiers(tmp_path)
+    kwargs = {"last": 4, "left_out": [3]}
+    prompts = _prompts(environments, environment="verifiers:my_sums", environment_kwargs=kwargs)
     assert [(p.text, p.answer) for p in prompts] == [("1+1=", "2"), ("2+2=", "4")]
     assert prompts[0].task is not None
     assert [m["role"] for m in prompts[0].task.messages] == ["system", "user"]
@@ -92,12 +93,10 @@ def test_a_taskset_of_verifiers_gives_prompts_and_weighted_rewards(tmp_path: Pat
     [("return 1 / 0", "division by zero"), ("return None", "NoneType"), ("raise TimeoutError", "timed out")],
 )
 def test_a_reward_of_verifiers_that_fails_is_not_scored(tmp_path: Path, fault: str, words: str) -> None:
-    """The sum of the other rewards, or 0, would be taken for one."""
-    made = taskset("reply == answer", metric="right", short=4)
-    (tmp_path / "my_sums.py").write_text(made.replace("return float(reply == answer)", fault))
-    environments = EnvironmentsConfig(
-        python=interpreter_with("verifiers"), code_paths=(str(tmp_path),), timeout_s=HANG_S
-    )
+    """Otherwise the sum of the other rewards, or 0, would count as the score."""
+    code = taskset("reply == answer", metric="right", short=4)
+    (tmp_path / "my_sums.py").write_text(code.replace("return float(reply == answer)", fault))
+    environments = _verifiers(tmp_path)
     (prompt, *_) = _prompts(environments, environment="verifiers:my_sums", environment_kwargs={"last": 4})
     (observed,) = _play(environments, prompt, ["2"])
     assert observed.reward is None and words in observed.failed
@@ -126,19 +125,17 @@ _HOOKS = """class Sum(vf.Task[Data]):
 
 @pytest.mark.slow
 def test_tasks_that_only_the_harness_of_verifiers_scores_are_refused(tmp_path: Path) -> None:
-    """Their rewards would read what nothing has set, or be left out, and right answers get 0."""
+    """Their rewards would read what nothing has set, or be left out, and right answers would get 0."""
     code = taskset("reply == answer", metric="right", short=4)
     (tmp_path / "my_sums.py").write_text(code.replace("class Sum(vf.Task[Data]):\n", f"{_HOOKS}\n"))
     (tmp_path / "my_judge.py").write_text(_JUDGE)
-    environments = EnvironmentsConfig(
-        python=interpreter_with("verifiers"), code_paths=(str(tmp_path),), timeout_s=HANG_S
-    )
+    environments = _verifiers(tmp_path)
     judges = {"task": {"judges": [{"id": "my_judge"}]}}
     with pytest.raises(ValueError) as error:
         _prompts(environments, environment="verifiers:my_sums", environment_kwargs=judges)
     assert (
-        "a task of verifiers:my_sums has a `setup` of its own, has a `finalize` of its own, has the reward "
-        "`my_judge`, which reads its runtime; only tasksets of prompts and rewards can be trained on here"
+        "a task of verifiers:my_sums overrides `setup`, overrides `finalize`, has the reward `my_judge`, "
+        "which reads its runtime; only tasksets of prompts and rewards can be trained on here"
     ) in str(error.value)
 
 

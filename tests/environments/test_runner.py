@@ -1,4 +1,4 @@
-"""Guarantees: a user's environment runs in a process per episode; its failures are those of one sample."""
+"""Guarantees: a user's environment runs in a process per episode; its failures cost one sample."""
 
 from __future__ import annotations
 
@@ -162,23 +162,23 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentsCon
 
 @pytest.fixture
 def runner(settings: EnvironmentsConfig) -> EpisodeRunner:
-    made = EpisodeRunner(settings)
-    asyncio.run(made.start())
-    return made
+    episodes = EpisodeRunner(settings)
+    asyncio.run(episodes.start())
+    return episodes
 
 
 def session(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an asynchronous test; its runner is closed behind it."""
+    """Run an asynchronous test, then close its runner."""
 
     @wraps(test)
     def run(runner: EpisodeRunner, **arguments: Any) -> None:
-        async def played() -> None:
+        async def run_and_close() -> None:
             try:
                 await test(runner=runner, **arguments)
             finally:
                 await runner.close()
 
-        asyncio.run(played())
+        asyncio.run(run_and_close())
 
     return run
 
@@ -203,11 +203,11 @@ def _calls(*calls: tuple[str, str]) -> Action:
 
 
 async def _acts(runner: EpisodeRunner, episode: str, task: Task, *actions: Action | str) -> list[Observed]:
-    found = []
+    observations = []
     for turn, action in enumerate(actions):
-        given = Action(action) if isinstance(action, str) else action
-        found.append(await runner.act(episode, task, _PROBLEM, given, turn=turn))
-    return found
+        action = Action(action) if isinstance(action, str) else action
+        observations.append(await runner.act(episode, task, _PROBLEM, action, turn=turn))
+    return observations
 
 
 @pytest.mark.slow
@@ -250,8 +250,8 @@ async def test_an_environment_that_hangs_fails_at_its_deadline(runner: EpisodeRu
 
 @session
 async def test_state_that_died_is_a_failure_and_not_a_fresh_start(runner: EpisodeRunner) -> None:
-    found = await _acts(runner, "a", _task("Guess"), "1", "die", "7")
-    assert found[2].failed and "lost" in found[2].failed
+    observations = await _acts(runner, "a", _task("Guess"), "1", "die", "7")
+    assert observations[2].failed and "lost" in observations[2].failed
 
 
 @pytest.mark.slow
@@ -265,10 +265,7 @@ async def test_tools_are_called_with_checked_arguments(runner: EpisodeRunner) ->
         ("ValueError", "error"),
         ("double", "malformed"),
         ("there is no tool `nothing`; there are", "unknown"),
-        (
-            "the arguments are not valid JSON (Expecting property name enclosed in double quotes",
-            "malformed",
-        ),
+        ("the arguments are not valid JSON (Expecting property name enclosed in double quotes", "malformed"),
         ("out of memory", "memory"),
     ]
     assert observed.calls[0].name == "double" and observed.calls[0].arguments == '{"x": 21}'
@@ -290,6 +287,7 @@ async def test_a_tool_that_ends_its_process_is_an_outcome_where_nothing_is_lost(
         assert first.calls[0].result == "2"
         with _short(runner) if how == "hang" else nullcontext():
             return await runner.act(episode, task, _PROBLEM, bad, turn=1)
+
     lost = await misbehaves(runner, "a", _task("Tools"))
     second = await runner.act("a", _task("Tools"), _PROBLEM, good, turn=2)
     assert lost.calls[0].outcome == outcome and second.calls[0].result == "2"
@@ -313,10 +311,11 @@ async def test_code_of_the_policy_goes_to_the_sandbox_and_never_to_the_environme
 async def test_a_failure_of_the_machine_fails_the_episode_and_is_no_result_of_a_tool(
     runner: EpisodeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(self: object, episode: str, *asked: Any, **_: Any) -> Any:
-        if asked[0] == "describe":
+    async def fail(self: object, episode: str, *request: Any, **_: Any) -> Any:
+        if request[0] == "describe":
             return {"stateless": True}
         raise ProcessFailure("died", "no space left", infrastructure=True)
+
     monkeypatch.setattr(_FakeSandbox, "run", fail)
     action = Action("", (Call("python", "print(1)", raw=True),))
     (observed,) = await _acts(runner, "a", _task("python"), action)
@@ -336,6 +335,7 @@ async def test_the_real_interpreter_keeps_its_state_over_the_turns_of_an_episode
 
     def run(code: str) -> Action:
         return Action("", (Call("python", code, raw=True),))
+
     task = _task("python")
     first, second, wrong = await _acts(runner, "a", task, run("x = 6"), run("x * 7"), run("1 / 0"))
     assert (second.calls[0].result.strip(), second.calls[0].outcome) == ("42", "ok")
@@ -357,8 +357,8 @@ async def test_a_malformed_action_is_answered_and_not_run(runner: EpisodeRunner)
 @session
 async def test_user_code_runs_in_a_process_of_its_own(runner: EpisodeRunner) -> None:
     where = _calls(("where", "{}"))
-    found = [await _acts(runner, episode, _task("Tools"), where, where) for episode in "ab"]
-    (a, again), (b, _) = [[o.calls[0].result for o in own] for own in found]
+    episodes = [await _acts(runner, episode, _task("Tools"), where, where) for episode in "ab"]
+    (a, again), (b, _) = [[o.calls[0].result for o in turns] for turns in episodes]
     assert a == again and len({a, b, str(__import__("os").getpid())}) == 3
 
 
@@ -388,7 +388,7 @@ async def test_no_process_is_started_to_close_an_episode_whose_action_was_cancel
 @pytest.mark.slow
 @session
 async def test_an_episode_that_has_started_finds_its_process_there(runner: EpisodeRunner) -> None:
-    """Also one that ends before it acts; what fails in between is told to its first action."""
+    """Also one that ends before it acts; its first action reports what failed in between."""
     task, problem = Task("guessing:Guess"), Problem("?", "7")
     await asyncio.gather(*(runner.begin(name, task, problem) for name in ("a", "never acts")))
     host = runner._hosts["guessing:Guess {}"]
@@ -410,7 +410,7 @@ async def test_an_episode_that_has_started_finds_its_process_there(runner: Episo
 async def test_an_episode_that_ends_while_its_process_starts_leaves_none(
     runner: EpisodeRunner, acts_again: bool
 ) -> None:
-    """Also where the import takes long. An episode of the same name that begins meanwhile keeps its own."""
+    """Also if the import is slow. An episode of the same name that begins meanwhile keeps its process."""
     task = _task("Guess")
     starting = asyncio.create_task(runner.begin("a", task, _PROBLEM))
     await asyncio.sleep(0)  # it waits for the process that imports the environment
@@ -438,13 +438,13 @@ def _probe(settings: EnvironmentsConfig, name: str, **kwargs: Any) -> Environmen
 
 @pytest.mark.slow
 def test_preparation_learns_what_an_environment_asks_and_has(settings: EnvironmentsConfig) -> None:
-    described, asked = _probe(settings, "guessing:Guess").questions([_PROBLEM, Problem("x", "1")])
-    assert asked == ["Guess a number. below 10", "Guess a number. x"]
+    described, questions = _probe(settings, "guessing:Guess").questions([_PROBLEM, Problem("x", "1")])
+    assert questions == ["Guess a number. below 10", "Guess a number. x"]
     assert described.asks and described.has_problems and not described.stateless and not described.tools
-    described, asked = _probe(settings, "guessing:Tools").questions([_PROBLEM])
+    described, questions = _probe(settings, "guessing:Tools").questions([_PROBLEM])
     names = [tool["function"]["name"] for tool in described.tools]
     assert names == ["double", "where", "misbehave", "calculator", "python"]
-    assert asked == ["below 10"] and described.sandboxed and described.stateless
+    assert questions == ["below 10"] and described.sandboxed and described.stateless
 
 
 @pytest.mark.slow
@@ -462,14 +462,14 @@ def test_an_environment_may_bring_its_own_problems(settings: EnvironmentsConfig)
     rows = probe.environment_problems("test", 3)
     assert rows == [{"problem": f"test {i}", "answer": str(i)} for i in range(3)]
     assert len(probe.environment_problems("test", None)) == 1200
-    with pytest.raises(ValueError, match="brings no problems of its own"):
+    with pytest.raises(ValueError, match="provides no problems"):
         _probe(settings, "guessing:Chat").environment_problems("train", None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), [
     ("guessing:Nothing", "no such class `Nothing`"),
-    ("guessing:Plain", "no subclass of Environment"),
+    ("guessing:Plain", "not a subclass of Environment"),
     ("nowhere:Class", "`nowhere` cannot be imported.*code_paths"),
 ])  # fmt: skip
 def test_an_environment_that_cannot_be_loaded_is_refused(

@@ -1,4 +1,4 @@
-"""Guarantees: an action ends at a tag, and what is found follows in the same message; the search example."""
+"""Guarantees: an action ends at a tag, and its result follows in the same message; the search example."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_last_tag_of_an_action_is_given_to_its_method(action: str, step: Ste
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_an_observation_follows_in_the_same_message_unless_the_policy_ended_it(ended: bool) -> None:
-    """What the token that completes the tag holds behind it, here a line break, is kept as sampled."""
+    """Text after the tag in the token that completes it, here a line break, is kept as sampled."""
     tokenizer = real_tokenizer("qwen2.5")
     renderer = _renderer(tokenizer)
     task = Task("x", messages=({"role": "user", "content": "?"},), stop=("</search>", "</answer>"))
@@ -73,13 +73,13 @@ def test_an_observation_follows_in_the_same_message_unless_the_policy_ended_it(e
     rollout = dialogue.rollout(0, "stop")
     assert rollout.sampled is not None and not rollout.further_rows
     assert rollout.completion_ids[rollout.sampled].tolist() == [*ids, *last]
-    found = "<information>\nby < |im_end|> Austen</information>\n"
-    between = f"<|im_end|>\n<|im_start|>user\n{found}<|im_end|>\n<|im_start|>assistant\n" if ended else found
+    page = "<information>\nby < |im_end|> Austen</information>\n"
+    between = f"<|im_end|>\n<|im_start|>user\n{page}<|im_end|>\n<|im_start|>assistant\n" if ended else page
     text = _decoded(tokenizer, prompt, rollout)
     assert text == f"{renderer.prompt(task)}{first}{between}<answer>Austen</answer>"
 
 
-def test_messages_begin_a_message_and_the_conversation_goes_on_behind_what_was_put_in() -> None:
+def test_observed_messages_begin_a_turn_after_observed_text() -> None:
     tokenizer = real_tokenizer("qwen2.5")
     renderer = _renderer(tokenizer)
     task = Task("x", messages=({"role": "user", "content": "?"},), stop=("</search>",))
@@ -133,21 +133,21 @@ def test_bm25_has_the_numbers_worked_by_hand(search: Any) -> None:
 def test_two_searches_lead_to_the_answer_of_each_question(search: Any) -> None:
     search.Search.preload()
     rows = list(search.Search.problems("train", None)), list(search.Search.problems("test", None))
-    assert [len(own) for own in rows] == [30, 10]
-    assert max(Counter(row["problem"] for own in rows for row in own).values()) == 1
+    assert [len(split) for split in rows] == [30, 10]
+    assert max(Counter(row["problem"] for split in rows for row in split).values()) == 1
 
     async def play(row: dict[str, str]) -> Step:
         episode = search.Search()
-        asked = episode.start(Problem(row["problem"], row["answer"]))
-        assert asked.endswith(row["problem"])
+        question = episode.start(Problem(row["problem"], row["answer"]))
+        assert question.endswith(row["problem"])
         person = row["problem"].removesuffix(" lives?").rpartition("where ")[2]
         home = (await episode.step(f"<search>home of {person}</search>")).observation
         town = str(home).partition("Doc 1: ")[2].partition("Home: ")[2].partition(".")[0]
-        found = (await episode.step(f"<search>{town} is a town, founded</search>")).observation
-        year = str(found).partition("Doc 1: ")[2].partition(" in ")[2][:4]
+        passages = (await episode.step(f"<search>{town} is a town, founded</search>")).observation
+        year = str(passages).partition("Doc 1: ")[2].partition(" in ")[2][:4]
         return await episode.step(f"<answer>{year}.</answer>")
 
-    for row in (row for own in rows for row in own):
+    for row in (row for split in rows for row in split):
         assert asyncio.run(play(row)) == Step(reward=1.0, done=True), row
 
 
@@ -155,5 +155,5 @@ def test_a_corpus_of_a_file_is_searched_in_the_environments_process(tmp_path: Pa
     (tmp_path / "wiki.jsonl").write_text('{"contents": "Emma is by Jane Austen"}\n{"contents": "other"}\n')
     settings = EnvironmentsConfig(code_paths=(str(_EXAMPLES),))
     probe = EnvironmentProbe("search:Search", {"corpus": str(tmp_path / "wiki.jsonl")}, settings)
-    described, (asked,) = probe.questions([Problem("Who wrote Emma?", "Jane Austen")])
-    assert described.stop == ["</search>", "</answer>"] and "Who wrote Emma?" in asked  # type: ignore[comparison-overlap]
+    described, (question,) = probe.questions([Problem("Who wrote Emma?", "Jane Austen")])
+    assert described.stop == ["</search>", "</answer>"] and "Who wrote Emma?" in question  # type: ignore[comparison-overlap]

@@ -16,18 +16,18 @@ TOKENIZER = character_tokenizer()
 LAST = len(TOKENIZER) - 1
 
 
-def sampled(returned):
-    """Return the sample of a function that generates two tokens and returns ``returned(first)``."""
+def sample(result):
+    """Return the sample of a function that generates two tokens and returns ``result(first)``."""
 
     async def function(token_ids, generate):
-        return returned(await generate(token_ids))
+        return result(await generate(token_ids))
 
     async def generate(ids, seed, sampling, most, *, stop):
         return generated([5, 6])
 
-    own = UserRollout("mine:twice", function, {})
+    rollout = UserRollout("mine:twice", function, {})
     (prompt,) = fakes.prompts(1)
-    return asyncio.run(own.sample(prompt, 0, 1, Sampling(max_new_tokens=20), generate, TOKENIZER))
+    return asyncio.run(rollout.sample(prompt, 0, 1, Sampling(max_new_tokens=20), generate, TOKENIZER))
 
 
 @pytest.mark.parametrize(
@@ -35,16 +35,16 @@ def sampled(returned):
 )
 def test_a_given_part_that_is_no_list_of_tokens_is_refused_by_name(part):
     with pytest.raises(ValueError, match=r"function mine:twice: part 1 is .*; expected a list .*from 0 to"):
-        sampled(lambda first: [first, part])
+        sample(lambda first: [first, part])
 
 
-@pytest.mark.parametrize("returned", [lambda first: None, lambda first: first, lambda first: "text"])
-def test_a_result_that_is_no_list_of_parts_is_refused_by_name(returned):
-    with pytest.raises(ValueError, match=r"function mine:twice returned .*; expected a list of what"):
-        sampled(returned)
+@pytest.mark.parametrize("result", [lambda first: None, lambda first: first, lambda first: "text"])
+def test_a_result_that_is_no_list_of_parts_is_refused_by_name(result):
+    with pytest.raises(ValueError, match=r"function mine:twice returned .*; expected a list of `generate`'s"):
+        sample(result)
 
 
-@pytest.mark.parametrize("given", [[0, LAST], (0, LAST), np.array([0, LAST]), torch.tensor([0, LAST]), []])
-def test_given_tokens_may_be_any_sequence_of_integers(given):
-    ids = sampled(lambda first: [first, given]).completion_ids.tolist()
-    assert ids == [5, 6, *([0, LAST] if len(given) else [])]
+@pytest.mark.parametrize("tokens", [[0, LAST], (0, LAST), np.array([0, LAST]), torch.tensor([0, LAST]), []])
+def test_given_tokens_may_be_any_sequence_of_integers(tokens):
+    ids = sample(lambda first: [first, tokens]).completion_ids.tolist()
+    assert ids == [5, 6, *([0, LAST] if len(tokens) else [])]

@@ -1,4 +1,4 @@
-"""Estimates from samples, against numbers worked by hand and enumeration of every subset."""
+"""Estimates from samples, against numbers computed by hand and enumeration of every subset."""
 
 import asyncio
 import dataclasses
@@ -14,12 +14,7 @@ import pytest
 from grpo_dist.algorithms.intervals import wilson
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesFailed
-from grpo_dist.evaluation.estimates import (
-    estimate,
-    mean_of,
-    measures_of_problem,
-    pass_at_k,
-)
+from grpo_dist.evaluation.estimates import estimate, mean_of, measures_of_problem, pass_at_k
 from grpo_dist.evaluation.result import JudgedProblem, Verdict, measure
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
@@ -34,16 +29,16 @@ NAN = float("nan")
 
 
 def flags(text: str) -> np.ndarray:
-    """Parse "10x" as right, wrong, unscored."""
+    """Parse "10x" as correct, wrong, unscored."""
     return np.array([NAN if c == "x" else float(c) for c in text], dtype=np.float32)
 
 
 def summarise(correct, ks) -> dict[str, float]:
     """Return the measures of a set with their errors, from the flags of its problems."""
     problems = []
-    for flags_of_one in correct:
-        known = [None if math.isnan(flag) else float(flag) for flag in flags_of_one]
-        verdict = Verdict("key", "uid", known, None, (), [1] * len(known), 0)
+    for problem_flags in correct:
+        outcomes = [None if math.isnan(flag) else float(flag) for flag in problem_flags]
+        verdict = Verdict("key", "uid", outcomes, None, (), [1] * len(outcomes), 0)
         problems.append(JudgedProblem.from_verdict("set", fakes.prompts(1)[0], {}, verdict, ks))
     metrics = next(measure(problems)).metrics()
     return {name.removeprefix("eval/set/"): value for name, value in metrics.items() if "@" in name}
@@ -104,13 +99,13 @@ def test_nothing_to_estimate_from_is_nan_and_not_zero():
 
 
 def vote_by_counting(correct, answers, k):
-    """Average over every subset of k: the share of leading answers that is right."""
-    right = {a for a, c in zip(answers, correct, strict=True) if c}
+    """Return the mean over all subsets of k of the share of leading answers that is correct."""
+    correct_answers = {a for a, c in zip(answers, correct, strict=True) if c}
     outcomes = []
     for subset in combinations(answers, k):
         counts = Counter(a for a in subset if a != -1)
         leading = [a for a, n in counts.items() if n == max(counts.values())]
-        outcomes.append(Fraction(sum(a in right for a in leading), max(1, len(leading))))
+        outcomes.append(Fraction(sum(a in correct_answers for a in leading), max(1, len(leading))))
     return float(sum(outcomes) / len(outcomes))
 
 
@@ -145,37 +140,37 @@ def test_votes_stay_exact_where_binomials_overflow():
 
 
 def test_the_measures_of_one_problem():
-    found = measures_of_problem(flags("1100x"), [1, 3, 4, 5], [0, 0, 2, 3, 4])
+    measures = measures_of_problem(flags("1100x"), [1, 3, 4, 5], [0, 0, 2, 3, 4])
     # The unscored sample has no vote: of 4, the right answer leads with 2. Of 3: {0,0,*} 2 of 4 subsets win,
     # the other two have three answers each.
     expected = {"pass@1": 1 / 2, "pass@3": 1.0, "pass@4": 1.0, "avg@5": 1 / 2, "maj@3": 2 / 3, "maj@4": 1.0}
-    assert found == pytest.approx(expected | {"cons@5": 1.0})
-    # Answers that cannot be compared.
+    assert measures == pytest.approx(expected | {"cons@5": 1.0})
+    # without comparable answers
     assert set(measures_of_problem(flags("10"), [1])) == {"pass@1", "avg@2"}
     assert measures_of_problem(flags("xx"), [1], [0, 1]) == {}
 
 
 def test_a_set_with_an_environment_has_the_share_of_episodes_that_call_a_tool():
-    """Of four problems two samples each: 2, 1, 0 and 0 of them call; 3 of 8, error by hand."""
+    """Of two samples for each of four problems, 2, 1, 0 and 0 call: 3 of 8, error by hand."""
 
     class Calling(fakes.World):
         async def sample(self, prompt, **request):
-            found = await super().sample(prompt, **request)
+            rollouts = await super().sample(prompt, **request)
             if prompt.source == "plain":
-                return found
+                return rollouts
             call = ToolCall("calculator", "1", "1", "timeout", 0.1)
-            calls = [(call,) if i < 2 - int(prompt.answer) else () for i in range(len(found))]
-            return [dataclasses.replace(r, turns=(Turn(0, 1, "", calls=own), Turn(0, 1, "")))
-                    for r, own in zip(found, calls, strict=True)]  # fmt: skip
+            calls = [(call,) if i < 2 - int(prompt.answer) else () for i in range(len(rollouts))]
+            return [dataclasses.replace(r, turns=(Turn(0, 1, "", calls=turn_calls), Turn(0, 1, "")))
+                    for r, turn_calls in zip(rollouts, calls, strict=True)]  # fmt: skip
 
     settings = fakes.config(evaluation={"samples_per_prompt": 2, "k": [1]})
     plain = [dataclasses.replace(p, source="plain") for p in fakes.prompts(4)]
     world, sets = Calling(), [EvalSet("held", fakes.prompts(4)), EvalSet("plain", plain)]
-    found = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
-    assert found["eval/held/tool_call_share"] == pytest.approx(3 / 8)
+    metrics = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
+    assert metrics["eval/held/tool_call_share"] == pytest.approx(3 / 8)
     error = (((1 - 0.375) ** 2 + 0.125**2 + 2 * 0.375**2) / 3 / 4) ** 0.5
-    assert found["eval/held/tool_call_share_stderr"] == pytest.approx(error)
-    assert not any("plain/tool_call_share" in name for name in found)
+    assert metrics["eval/held/tool_call_share_stderr"] == pytest.approx(error)
+    assert not any("plain/tool_call_share" in name for name in metrics)
 
 
 def test_the_deadline_of_an_evaluation_is_for_the_next_prompt_and_not_for_the_whole():
@@ -187,21 +182,20 @@ def test_the_deadline_of_an_evaluation_is_for_the_next_prompt_and_not_for_the_wh
     async def stuck():
         return "rollout-0 is in sample"
 
-    def evaluated(limit_s):
-        settings = fakes.config(
-            cluster={"timeouts": {"sample_s": limit_s}}, evaluation={"samples_per_prompt": 1, "k": [1]}
-        )
+    def evaluate_within(limit_s):
+        timeouts = {"timeouts": {"sample_s": limit_s}}
+        settings = fakes.config(cluster=timeouts, evaluation={"samples_per_prompt": 1, "k": [1]})
         sets = [EvalSet("held", fakes.prompts(4))]  # done after 0, 0.5, 1 and 1.5 s
         world = Slow()
         return run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0, explain=stuck))
 
-    assert "eval/held/pass@1" in evaluated(1.2)
+    assert "eval/held/pass@1" in evaluate_within(1.2)
     with pytest.raises(TimeoutError, match=r"evaluate: held \(4 prompts\)(.|\n)*rollout-0 is in sample"):
-        evaluated(0.2)
+        evaluate_within(0.2)
 
 
 def test_an_evaluation_whose_prompts_are_scored_after_the_last_sample_meets_its_deadline():
-    """As with reward models on the engines' GPUs. Four prompts of 40 s each exceed the 100 s together."""
+    """As with colocated reward models. Four prompts of 40 s together exceed the 100 s."""
 
     class InTurns(fakes.World):
         async def sample(self, prompt, **request):
@@ -217,26 +211,26 @@ def test_an_evaluation_whose_prompts_are_scored_after_the_last_sample_meets_its_
     timeouts = {"timeouts": {"sample_s": 100.0}}
     settings = fakes.config(cluster=timeouts, evaluation={"samples_per_prompt": 1, "k": [1]})
     world, sets = InTurns(jitter=False), [EvalSet("held", prompts)]
-    found = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
-    assert found["eval/held/unscored"] == 0
+    metrics = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
+    assert metrics["eval/held/unscored"] == 0
 
 
-class GivesUp(fakes.World):
-    """Gives up the samples of ``gone``, by problem, as engines do: `least` of them suffice."""
+class LosesSamples(fakes.World):
+    """Loses the samples ``lost``, by problem, as engines do: `least` of them suffice."""
 
-    def __init__(self, gone):
+    def __init__(self, lost):
         super().__init__(jitter=False)
-        self.gone = gone
+        self.lost = lost
 
     async def sample(self, prompt, *, seeds, sampling):
-        found = await super().sample(prompt, seeds=seeds, sampling=sampling)
-        found = tuple(r for r in found if r.sample not in self.gone.get(prompt.uid, ()))
-        if len(found) < (len(seeds) if sampling.least is None else sampling.least):
-            raise SamplesFailed(f"{len(found)} of {len(seeds)} samples of {prompt.uid}: environment: OSError")
-        return found
+        kept = await super().sample(prompt, seeds=seeds, sampling=sampling)
+        kept = tuple(r for r in kept if r.sample not in self.lost.get(prompt.uid, ()))
+        if len(kept) < (len(seeds) if sampling.least is None else sampling.least):
+            raise SamplesFailed(f"{len(kept)} of {len(seeds)} samples of {prompt.uid}: environment: OSError")
+        return kept
 
     async def score(self, prompt, rollouts):
-        """Only the first sample is right."""
+        """Score only the first sample as correct."""
         group = await super().score(prompt, rollouts)
         return dataclasses.replace(
             group, outcomes=tuple("correct" if r.sample == 0 else "wrong" for r in rollouts)
@@ -244,16 +238,16 @@ class GivesUp(fakes.World):
 
 
 def test_a_run_whose_evaluation_lacks_a_sample_finishes_and_counts_it_as_unscored():
-    held = [dataclasses.replace(p, uid=f"held {p.uid}") for p in fakes.prompts(3)]
-    every = {"before": False, "after": False, "every": 3, "samples_per_prompt": 4, "k": [1, 4]}
-    config, world = fakes.config(evaluation=every), GivesUp({"held p1": (1,)})
-    asyncio.run(run(config, world.workers(), fakes.prompts(40), [EvalSet("held", held)], world, world))
+    prompts = [dataclasses.replace(p, uid=f"held {p.uid}") for p in fakes.prompts(3)]
+    evaluation = {"before": False, "after": False, "every": 3, "samples_per_prompt": 4, "k": [1, 4]}
+    config, world = fakes.config(evaluation=evaluation), LosesSamples({"held p1": (1,)})
+    asyncio.run(run(config, world.workers(), fakes.prompts(40), [EvalSet("held", prompts)], world, world))
     assert len(world.updates) == 6 and world.logged[3]["eval/held/unscored"] == 1
-    assert world.logged[3]["eval/held/length_tokens"] == 2  # of the samples that are there
-    shares = [1 / 4, 1 / 3, 1 / 4]  # of those that are there
+    assert world.logged[3]["eval/held/length_tokens"] == 2  # over the existing samples
+    shares = [1 / 4, 1 / 3, 1 / 4]  # over the existing samples
     assert world.logged[3]["eval/held/pass@1"] == pytest.approx(np.mean(shares))
     assert world.logged[3]["eval/held/avg@4"] == pytest.approx(np.mean(shares))
-    assert world.logged[3]["eval/held/pass@4"] == 1.0  # the second has no 4, and is left out
+    assert world.logged[3]["eval/held/pass@4"] == 1.0  # the second has no 4, and is excluded
     (group,) = (g for g in world.sampled_groups["eval_held_step_000003"] if g.prompt.uid == "held p1")
     assert [r.finish_reason for r in group.rollouts] == ["stop", "error", "stop", "stop"]
     assert group.outcomes == ("correct", "error", "wrong", "wrong")
@@ -262,17 +256,17 @@ def test_a_run_whose_evaluation_lacks_a_sample_finishes_and_counts_it_as_unscore
 
 def test_a_problem_without_any_sample_is_unscored_and_said(caplog, tmp_path):
     settings = fakes.config(evaluation={"samples_per_prompt": 2, "k": [1]})
-    world, sets = GivesUp({"p1": (0, 1), "p2": (0,)}), [EvalSet("held", fakes.prompts(3))]
-    found = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
-    assert found["eval/held/unscored"] == 3 and found["eval/held/pass@1"] == 0.25  # 1 of 2, and 0 of 1
+    world, sets = LosesSamples({"p1": (0, 1), "p2": (0,)}), [EvalSet("held", fakes.prompts(3))]
+    metrics = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
+    assert metrics["eval/held/unscored"] == 3 and metrics["eval/held/pass@1"] == 0.25  # 1 of 2, and 0 of 1
     assert "0 of 2 samples of p1: environment: OSError; the problem has no samples" in caplog.text
     groups = world.sampled_groups["eval_held_step_000000"]
     assert [[r.finish_reason for r in group.rollouts] for group in groups] == [
         ["stop", "stop"], ["error", "error"], ["error", "stop"],
     ]  # fmt: skip
     write_groups(tmp_path / "held.parquet", groups)
-    again = read_groups(tmp_path / "held.parquet", {p.uid: p for p in fakes.prompts(3)})
-    assert [np.isnan(group.rewards).tolist() for group in again] == [[False] * 2, [True] * 2, [True, False]]
+    loaded = read_groups(tmp_path / "held.parquet", {p.uid: p for p in fakes.prompts(3)})
+    assert [np.isnan(group.rewards).tolist() for group in loaded] == [[False] * 2, [True] * 2, [True, False]]
 
 
 def test_mathematically_equal_answers_share_a_number():
@@ -285,20 +279,20 @@ def test_mathematically_equal_answers_share_a_number():
 
 
 def test_numbers_and_equal_texts_are_compared_without_a_process():
-    never = None  # no process can be asked
+    no_pool = None  # no process is needed
     answers = ["12", "12.0", "1,200", "1200", "$7$", "\\text{A}", " A", "8"]
-    assert numbered(answers[:5], [0.0] * 5, never) == [0, 0, 2, 2, 4]
-    assert numbered(answers[5:7], [0.0] * 2, never) == [0, 0]
-    assert final_answers(["\\boxed{7}", "\\boxed{3}?</think>\\boxed{4}"], never) == ["7", "4"]
+    assert numbered(answers[:5], [0.0] * 5, no_pool) == [0, 0, 2, 2, 4]
+    assert numbered(answers[5:7], [0.0] * 2, no_pool) == [0, 0]
+    assert final_answers(["\\boxed{7}", "\\boxed{3}?</think>\\boxed{4}"], no_pool) == ["7", "4"]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
 def test_a_percentage_votes_with_its_share_in_any_order(order: tuple[int, ...]) -> None:
-    """A gold of 50 and one of 0.5 both accept 50 %, so equality by golds is not transitive."""
+    """The golds 50 and 0.5 both accept 50 %, so equality by golds is not transitive."""
     answers = [("0.5", "50\\%", "50")[i] for i in order]
     with GraderPool(1, timeout_s=HANG_S) as pool:
-        found = dict(zip(answers, numbered(answers, [0.0] * 3, pool), strict=True))
-    assert found["0.5"] == found["50\\%"] != found["50"]
+        numbers = dict(zip(answers, numbered(answers, [0.0] * 3, pool), strict=True))
+    assert numbers["0.5"] == numbers["50\\%"] != numbers["50"]
 
 
 # Intervals
@@ -306,15 +300,16 @@ def test_a_percentage_votes_with_its_share_in_any_order(order: tuple[int, ...]) 
 
 def test_wilsons_interval_has_the_published_numbers():
     # Newcombe 1998 (Stat. Med. 17:857), Table I, method 3: 81/263, 15/148, 0/20, 1/29.
-    for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611),
-                                    (1, 29, 0.0061, 0.1718)):  # fmt: skip
-        assert wilson(right / count, count) == pytest.approx((low, high), abs=5e-5)
+    for correct, count, low, high in (
+        (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611), (1, 29, 0.0061, 0.1718),
+    ):  # fmt: skip
+        assert wilson(correct / count, count) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_binary_answers_have_wilsons_interval():
-    found = estimate([1.0] * 8 + [0.0] * 2, samples=10)
-    assert (found.low, found.high) == pytest.approx(wilson(0.8, 10))
-    assert found.stderr == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
+    interval = estimate([1.0] * 8 + [0.0] * 2, samples=10)
+    assert (interval.low, interval.high) == pytest.approx(wilson(0.8, 10))
+    assert interval.stderr == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
     none = estimate([0.0] * 30, samples=480)  # the 16 samples of a problem are one observation
     assert (none.low, none.high) == pytest.approx(wilson(0.0, 30))
 
@@ -330,13 +325,13 @@ def test_problems_with_less_than_binomial_variance_weigh_more_but_never_more_tha
 
 
 def test_intervals_cover_the_truth_at_their_nominal_rate():
-    """30 problems, most of them easy or hard, with 16 samples each, as AIME is measured."""
+    """30 problems, most of them easy or hard, with 16 samples each, as in AIME."""
     rng, covered, runs = np.random.default_rng(0), 0, 2000
     for _ in range(runs):  # deviation of the share: 0.005
         shares = rng.beta(0.3, 0.7, size=30)
         values = rng.binomial(16, shares) / 16
-        found = estimate(values.tolist(), samples=480)
-        covered += found.low <= 0.3 <= found.high
+        interval = estimate(values.tolist(), samples=480)
+        covered += interval.low <= 0.3 <= interval.high
     assert 0.938 < covered / runs < 0.967
 
 
@@ -357,9 +352,9 @@ def test_a_set_without_a_right_answer_keeps_its_uncertainty_in_the_mean_of_sets(
     assert mean.high == pytest.approx(0.45 + math.hypot(0.1135, 0.9448 - 0.9) / 2, abs=1e-4)
     rng, covered, runs = np.random.default_rng(0), 0, 1000
     for _ in range(runs):
-        found = mean_of([
+        interval = mean_of([
             estimate(rng.binomial(1, share, count).tolist(), samples=count)
             for share, count in ((0.03, 30), (0.9, 500))
         ])  # fmt: skip
-        covered += found.low <= (0.03 + 0.9) / 2 <= found.high
+        covered += interval.low <= (0.03 + 0.9) / 2 <= interval.high
     assert 0.93 < covered / runs < 0.97  # 0.74 from the two standard errors alone

@@ -3,16 +3,16 @@
     python -m tests.evidence.driver_scaling [--turns 8] [--order completion]
 
 The real loop, pipeline, batching, metrics and tracking (metrics, TensorBoard, one table of samples a step)
-run on simulated workers that return made-up records at once, so that only the driver's own time is measured.
+run on simulated workers that return generated records at once, so that only the driver's time is measured.
 The first table has workers in the driver's process. The second has Ray actors behind the real handles, one
 process each, so it includes Ray's calls and the transfer of the records into the driver.
 
 `total`: CPU time of all threads of the driver's process, Ray's included. `loop`: CPU time of the event loop's
 thread, which everything else waits for. `wall`: time of the step. Simulated workers take no time, but actors
-that share the driver's cores add theirs to `wall`. With --turns the samples are episodes of so many turns,
-and a last column has what a turn adds to `total`: (total - total of completions of the same length) / turns.
-With --order completion a step takes the groups that are done first, of half as many more on their way; groups
-are then done one after the other, as in a run, so that the loop hears of each by itself.
+that share the driver's cores add theirs to `wall`. With --turns the samples are episodes with that many
+turns, and a last column has the cost of a turn: (total - total of completions of the same length) / turns.
+With --order completion a step takes the groups that complete first, with 1.5 times as many in flight; groups
+then complete one by one, as in a run, and the loop handles each completion separately.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class Cost:
 def measure(
     samples: int, workers: int, workers_of: WorkersOf, turns: int = 0, *, order: str = "launched"
 ) -> Cost:
-    """Measure a short run with ``samples`` a step on ``workers`` simulated rollout workers. ``turns``: of
-    each sample; 0: completions. ``order``: `batch.order`.
+    """Measure a short run with ``samples`` a step on ``workers`` simulated rollout workers. ``turns``: turns
+    per sample; 0: completions. ``order``: `batch.order`.
     """
     config = scaling_config(samples, workers, order)
-    made = scaling_prompts(config)
+    prompts = scaling_prompts(config)
     with tempfile.TemporaryDirectory() as directory:
         recorder = Clocked(config, Path(directory))
 
         async def session() -> None:
-            async with workers_of(config, made, turns) as simulated:
-                await driver.run(config, simulated, made, [], recorder, NoCheckpoints())
+            async with workers_of(config, prompts, turns) as simulated:
+                await driver.run(config, simulated, prompts, [], recorder, NoCheckpoints())
 
         with recorder:
             asyncio.run(session())
@@ -105,7 +105,7 @@ def scaling_config(samples: int, workers: int, order: str = "launched") -> Confi
 
 
 def scaling_prompts(config: Config) -> list[Prompt]:
-    """Make an epoch of one step; of two where a step leaves groups on their way, which need other prompts."""
+    """Make an epoch of one step; of two if a step leaves groups in flight, which need other prompts."""
     steps = 2 if config.batch.order.name == "completion" else 1
     return made_prompts(steps * config.batch.prompts_per_step)
 
@@ -122,11 +122,11 @@ class Clocked(Tracker):
         self.clocks.append((time.process_time(), time.thread_time(), time.perf_counter()))
 
 
-_CAPACITY = 512  # sequences of a simulated worker
+_CAPACITY = 512  # sequences per simulated worker
 
 
 class Instant:
-    """Plays all worker roles in this process; its answers are made in advance."""
+    """Plays all worker roles in this process, with precomputed answers."""
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], turns: int = 0) -> None:
         rng = np.random.default_rng(0)
@@ -134,7 +134,7 @@ class Instant:
         self._groups = {
             p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng, turns)) for p in prompts
         }
-        # `launched` hears of batches alone: there the groups of a step may be done at once.
+        # Order `launched` waits for whole batches, so all groups of a step may complete at once.
         singly = config.batch.order.name == "completion"
         self._turn: AbstractAsyncContextManager[None] = asyncio.Lock() if singly else nullcontext()
 
@@ -194,15 +194,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--order", choices=["launched", "completion"], default="launched", help="`batch.order`"
     )
-    chosen = parser.parse_args(arguments)
-    cases = [(samples, workers) for samples in chosen.samples for workers in chosen.workers]
-    if "process" in chosen.tables:
-        print_table("driver alone", cases, in_process, chosen.turns, chosen.order)
-    if "ray" in chosen.tables:
+    options = parser.parse_args(arguments)
+    cases = [(samples, workers) for samples in options.samples for workers in options.workers]
+    if "process" in options.tables:
+        print_table("driver alone", cases, in_process, options.turns, options.order)
+    if "ray" in options.tables:
         from tests.support.simulated_actors import private_ray, ray_workers
 
         with private_ray():
-            print_table("driver and Ray", cases, ray_workers, chosen.turns, chosen.order)
+            print_table("driver and Ray", cases, ray_workers, options.turns, options.order)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Measures the CPU time of an engine's pass beside the model, on a model of one narrow layer.
+"""Measures the CPU overhead of an engine step, on a model of one narrow layer.
 
     python -m tests.evidence.engine_cost [--sequences 64 256 1024] [--profile 256]
 
 A rollout worker, without Ray, samples as in a run: every request has its seed and returns log-probs.
-`vllm.LLM` and `AsyncLLM`, whose engine is another process, do so with and without either, with the same
-arguments. The engines take turns; each figure is the least of several. The worker and `vllm.LLM` must sample
-the same tokens from the same seeds. With --profile: functions of the worker's engine thread by CPU time.
+`vllm.LLM` and `AsyncLLM`, whose engine is another process, run with and without either, with the same
+arguments. The engines alternate; each figure is the minimum of several. The worker and `vllm.LLM` must sample
+the same tokens from the same seeds. --profile: functions of the worker's engine thread by CPU time.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class DirectEngine:
         self._is_async, self._numbers = is_async, itertools.count()
         self._loop = asyncio.new_event_loop()
         make = lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))  # noqa: E731
-        self._engine: Any = self._loop.run_until_complete(_called(make)) if is_async else LLM(**arguments)
+        self._engine: Any = self._loop.run_until_complete(_call(make)) if is_async else LLM(**arguments)
 
     def generate(self, sequences: int, seeds: bool, logprobs: bool) -> list[list[int]]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        asked = [
+        requests = [
             ({"prompt_token_ids": ids}, SamplingParams(
                 max_tokens=TOKENS, ignore_eos=True, detokenize=False, flat_logprobs=True,
                 seed=seed if seeds else None, logprobs=0 if logprobs else None,
@@ -85,21 +85,21 @@ class DirectEngine:
             for ids in prompts(sequences) for seed in range(GROUP)
         ]  # fmt: skip
         if self._is_async:
-            outputs = self._loop.run_until_complete(self._all(asked))
+            outputs = self._loop.run_until_complete(self._all(requests))
         else:
-            outputs = self._engine.generate(*zip(*asked, strict=True), use_tqdm=False)
+            outputs = self._engine.generate(*zip(*requests, strict=True), use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    async def _all(self, asked: Sequence[tuple[Any, Any]]) -> list[Any]:
+    async def _all(self, requests: Sequence[tuple[Any, Any]]) -> list[Any]:
         async def one(prompt: Any, params: Any) -> Any:
             async for output in self._engine.generate(prompt, params, str(next(self._numbers))):
                 last = output
             return last
 
-        return await asyncio.gather(*(one(*each) for each in asked))
+        return await asyncio.gather(*(one(*each) for each in requests))
 
 
-async def _called(make: Any) -> Any:
+async def _call(make: Any) -> Any:
     return make()
 
 
@@ -119,8 +119,8 @@ class Worker:
         return [rollout.completion_ids.tolist() for _, rollouts in groups for rollout in rollouts]
 
     async def _all(self, sequences: int, sampling: Sampling) -> list[Any]:
-        asked = [Prompt(str(i), np.array(ids, np.int32), "", "") for i, ids in enumerate(prompts(sequences))]
-        return await asyncio.gather(*(self._worker.sample(p, range(GROUP), sampling) for p in asked))
+        batch = [Prompt(str(i), np.array(ids, np.int32), "", "") for i, ids in enumerate(prompts(sequences))]
+        return await asyncio.gather(*(self._worker.sample(p, range(GROUP), sampling) for p in batch))
 
     def profile(self, sequences: int) -> None:
         """Print the functions of the engine's thread that take most time by themselves."""
@@ -132,30 +132,30 @@ class Worker:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of those that it started."""
+    """Return the CPU time of this process and its children."""
     children = psutil.Process().children(recursive=True)
     return time.process_time() + sum(t.user + t.system for t in (child.cpu_times() for child in children))
 
 
 def serve(kind: str, directory: str, connection: Any) -> None:
-    """Answer (sequences, seeds, log-probs) with CPU seconds of a pass and tokens, a number with a profile."""
+    """Answer (sequences, seeds, log-probs) with CPU seconds of a pass and tokens, an int with a profile."""
     is_async = kind == "AsyncLLM"
     engine: Any = Worker(directory) if kind == "worker" else DirectEngine(directory, is_async=is_async)
-    while (asked := connection.recv()) is not None:
-        if isinstance(asked, int):
-            connection.send(engine.profile(asked))
+    while (request := connection.recv()) is not None:
+        if isinstance(request, int):
+            connection.send(engine.profile(request))
             continue
         begin = cpu_seconds()
-        tokens = engine.generate(*asked)
+        tokens = engine.generate(*request)
         connection.send(((cpu_seconds() - begin) / TOKENS, tokens))
     os._exit(0)
 
 
 def measure(engines: dict[str, Any], sequences: int) -> dict[tuple[str, bool, bool], float]:
-    """Return the least CPU seconds of a pass with ``sequences``, by engine, seeds and log-probs."""
+    """Return the minimal CPU seconds of a pass with ``sequences``, by engine, seeds and log-probs."""
     least: dict[tuple[str, bool, bool], float] = {}
     seeded: list[list[list[int]]] = []
-    for repeat in range(1 + REPEATS):  # the first is no figure: an engine compiles for new sizes
+    for repeat in range(1 + REPEATS):  # the first does not count: an engine compiles for new sizes
         for kind, ways in WAYS.items():
             for way in ways:
                 engines[kind].send((sequences, *way))
@@ -163,7 +163,7 @@ def measure(engines: dict[str, Any], sequences: int) -> dict[tuple[str, bool, bo
                 if repeat:
                     least[kind, *way] = min(least.get((kind, *way), seconds), seconds)
                 seeded += [tokens] if all(way) else []
-    assert all(tokens == seeded[0] for tokens in seeded), "the same seeds gave other tokens"
+    assert all(tokens == seeded[0] for tokens in seeded), "the same seeds gave different tokens"
     return least
 
 
@@ -171,8 +171,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.evidence.engine_cost", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--profile", type=int, help="sequences; no other figures are measured")
-    chosen = parser.parse_args()
+    parser.add_argument("--profile", type=int, help="sequences; nothing else is measured")
+    options = parser.parse_args()
     os.environ |= thread_environment(1)
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -182,14 +182,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(directory)
         character_tokenizer(ascii_only=True).save_pretrained(directory)
-        for kind in ["worker"] if chosen.profile else WAYS:
+        for kind in ["worker"] if options.profile else WAYS:
             engines[kind], other = spawn.Pipe()
             spawn.Process(target=serve, args=(kind, directory, other)).start()
-        if chosen.profile:
-            for asked in ((chosen.profile, True, True), chosen.profile):
-                engines["worker"].send(asked)
+        if options.profile:
+            for request in ((options.profile, True, True), options.profile):
+                engines["worker"].send(request)
                 engines["worker"].recv()
-        for sequences in () if chosen.profile else chosen.sequences:
+        for sequences in () if options.profile else options.sequences:
             figures = measure(engines, sequences)
             base = figures["vllm.LLM", True, True]
             for (kind, seeds, logprobs), seconds in figures.items():

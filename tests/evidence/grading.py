@@ -1,12 +1,11 @@
-"""Accuracy and latency of the math grader on known cases, compared with plain math-verify.
+"""Accuracy and latency of the math grader on labelled cases, compared with plain math-verify.
 
     python -m tests.evidence.grading equivalence_cases.jsonl [gsm8k_graded_solutions.jsonl] [--show]
     [--workers N]
 
 The first file holds pairs (``gold``, ``pred``, ``expected``, ``gold_form``, ``pred_form``, ``tags``). The
 second holds solutions by models that end in ``A: 26``, with ``answer`` and ``is_correct``. A bare ``pred`` is
-put in a box, as a model would. A grader process grades every pair under a deadline; a timeout counts as
-rejected.
+boxed, as by a model. A grader process grades every pair under a deadline; a timeout counts as rejected.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ def read_cases(path: str | Path) -> list[Case]:
         try:
             row = json.loads(line)
             subset = "bomb" if "bomb" in row["tags"] else "hard" if "tinyv" in row["tags"] else "plain"
-            completion = _as_a_model_writes(row["pred"], row["pred_form"])
+            is_bare = row["pred_form"] == "expr"
+            completion = f"The answer is $\\boxed{{{row['pred']}}}$." if is_bare else row["pred"]
             cases.append(Case(row["gold"], row["gold_form"], completion, bool(row["expected"]), subset))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
@@ -68,10 +68,6 @@ def read_cases(path: str | Path) -> list[Case]:
                 "gold, gold_form, pred, pred_form, expected and tags"
             ) from error
     return cases
-
-
-def _as_a_model_writes(pred: str, form: str) -> str:
-    return f"The answer is $\\boxed{{{pred}}}$." if form == "expr" else pred
 
 
 def plain_math_verify(gold: str, gold_form: str, completion: str) -> float:
@@ -107,15 +103,12 @@ def summary(judged: Sequence[GradedCase]) -> dict[str, Any]:
     """Count errors and cases without a verdict; latency quantiles are in seconds."""
     seconds = sorted(j.seconds for j in judged)
     return {
-        "cases": len(judged),
-        "accuracy": sum(j.right for j in judged) / len(judged),
+        "cases": len(judged), "accuracy": sum(j.right for j in judged) / len(judged),
         "FP": sum(not j.right and not j.case.expected for j in judged),
         "FN": sum(not j.right and j.case.expected for j in judged),
-        "no verdict": sum(math.isnan(j.reward) for j in judged),
-        "p50_s": seconds[len(seconds) // 2],
-        "p99_s": seconds[math.ceil(0.99 * len(seconds)) - 1],
-        "max_s": seconds[-1],
-    }
+        "no verdict": sum(math.isnan(j.reward) for j in judged), "p50_s": seconds[len(seconds) // 2],
+        "p99_s": seconds[math.ceil(0.99 * len(seconds)) - 1], "max_s": seconds[-1],
+    }  # fmt: skip
 
 
 def table(results: dict[str, Sequence[GradedCase]]) -> str:
@@ -147,12 +140,11 @@ def new_false_positives(ours: Sequence[GradedCase], peer: Sequence[GradedCase]) 
 
 
 def graded_solutions(path: str | Path, pool: GraderPool) -> tuple[int, list[dict[str, Any]]]:
-    """Grade solutions whose last line is ``A: 26``, with that answer put in a box.
-
-    Returns the number of solutions, and those graded differently from their labels.
+    """Grade solutions whose last line is ``A: 26``, with that answer boxed. Return the number of solutions,
+    and the ones whose grade differs from their label.
     """
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    grades = pool.grade([(_boxed_at_the_end(row["solution"]), row["answer"]) for row in rows])
+    grades = pool.grade([(_with_boxed_answer(row["solution"]), row["answer"]) for row in rows])
     differ = [
         {"grade": grade.outcome, **row}
         for row, grade in zip(rows, grades, strict=True)
@@ -161,7 +153,7 @@ def graded_solutions(path: str | Path, pool: GraderPool) -> tuple[int, list[dict
     return len(rows), differ
 
 
-def _boxed_at_the_end(solution: str) -> str:
+def _with_boxed_answer(solution: str) -> str:
     _, mark, last = solution.rpartition("A:")
     return f"{solution}\nThe answer is \\boxed{{{last.strip()}}}." if mark else solution
 

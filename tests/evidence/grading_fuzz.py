@@ -2,17 +2,17 @@
 
     python -m tests.evidence.grading_fuzz [--pairs 100000] [--peer-pairs 5000] [--seed 0]
 
-A pair is an expression written twice: the second time with other notation, with its terms in another order,
-rewritten to an equal form, or with one number changed. What is true is decided from the expressions, not from
-their text: sympy expands the difference of polynomials and evaluates numbers to 50 digits. Pairs whose
-numbers differ by less than 1 % are left out, because graders accept rounded numbers. Prints, for each kind of
-expression, the wrong verdicts of both graders and the CPU time of each; exits with 1 if ours has one.
-math-verify, which takes longer, judges the first ``--peer-pairs``.
+A pair is an expression written twice: the second time in other notation, with its terms reordered, rewritten
+to an equal form, or with one number changed. The expressions decide the truth, not their text: sympy expands
+the difference of polynomials and evaluates numbers to 50 digits. Pairs whose numbers differ by less than 1 %
+are left out, because graders accept rounded numbers. Prints, for each kind of expression, the wrong verdicts
+of both graders, and the CPU time of each; exits with 1 if ours has one. math-verify, which is slower, grades
+the first ``--peer-pairs``.
 
     python -m tests.evidence.grading_fuzz --golds math_train_deepscaler.jsonl
 
-grades the answer of one problem for another, as a model early in its training answers, and each answer in
-other notation: 1,000 pairs each, at least half of them with LaTeX commands.
+grades the answer of one problem for another, as an untrained model would give it, and each answer in other
+notation: 1,000 pairs each, at least half of them with LaTeX commands.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Writer:
         text = getattr(self, f"_{node.kind}")(node)
         loose = node.kind in ("add", "negative") or (node.kind == "number" and text.startswith("-"))
         loose = loose or "/" in text or (tight and node.kind in ("multiply", "divide", "power"))
-        return self._in_parentheses(text) if tight and loose else text
+        return self._parenthesize(text) if tight and loose else text
 
-    def _in_parentheses(self, text: str) -> str:
+    def _parenthesize(self, text: str) -> str:
         return f"\\left({text}\\right)" if self._rng.random() < 0.5 else f"({text})"
 
     def _number(self, node: Node) -> str:
@@ -128,9 +128,9 @@ class Writer:
     def _power(self, node: Node) -> str:
         base, exponent = (self.write(node.parts[0], tight=True), self.write(node.parts[1]))
         if base[0] != "(" and base[0] != "\\" and len(base) > 1 and not base.isdigit():
-            base = self._in_parentheses(base)
+            base = self._parenthesize(base)
         if base.startswith("\\") and not base.startswith(("\\left", "\\pi")):
-            base = self._in_parentheses(base)
+            base = self._parenthesize(base)
         return (
             f"{base}^{exponent}"
             if len(exponent) == 1 and self._rng.random() < 0.5
@@ -145,22 +145,22 @@ class Writer:
     def _negative(self, node: Node) -> str:
         return f"-{self.write(node.parts[0], tight=node.parts[0].kind in ('add', 'negative', 'number'))}"
 
-    def _listed(self, node: Node) -> str:
+    def _join_parts(self, node: Node) -> str:
         return self._rng.choice((",", ", ")).join(self.write(part) for part in node.parts)
 
     def _tuple(self, node: Node) -> str:
-        return self._in_parentheses(self._listed(node))
+        return self._parenthesize(self._join_parts(node))
 
     def _set(self, node: Node) -> str:
         parts = list(node.parts)
         self._rng.shuffle(parts)
-        return f"\\{{{self._listed(Node('set', tuple(parts)))}\\}}"
+        return f"\\{{{self._join_parts(Node('set', tuple(parts)))}\\}}"
 
     def _interval(self, node: Node) -> str:
         left, right = node.name[0], node.name[1]
         if self._rng.random() < 0.5:
             left, right = f"\\left{left}", f"\\right{right}"
-        return f"{left}{self._listed(node)}{right}"
+        return f"{left}{self._join_parts(node)}{right}"
 
     def _matrix(self, node: Node) -> str:
         rows = [node.parts[i : i + node.columns] for i in range(0, len(node.parts), node.columns)]
@@ -169,7 +169,7 @@ class Writer:
 
 
 def to_sympy(node: Node) -> Any:
-    """Return the value of a node that is no structure."""
+    """Return the value of a node that is not a structure."""
     parts = [to_sympy(part) for part in node.parts]
     match node.kind:
         case "number":
@@ -186,10 +186,6 @@ def to_sympy(node: Node) -> Any:
             return parts[0] / parts[1]
         case "power":
             return parts[0] ** parts[1]
-        case "divide":
-            return parts[0] / parts[1]
-        case "power":
-            return parts[0] ** parts[1]
         case "root":
             return sympy.root(parts[0], int(node.value))
         case "negative":
@@ -198,8 +194,8 @@ def to_sympy(node: Node) -> Any:
 
 
 def are_equal(ours: Node, theirs: Node) -> bool | None:
-    """Return whether two nodes are equal; None where they are too close to tell from rounding, and of empty
-    intervals, which are all the same set."""
+    """Return whether two nodes are equal; None if their gap may be rounding, and for empty intervals, which
+    are all the same set."""
     if any(node.kind == "interval" and _is_empty(node) for node in (ours, theirs)):
         return None
     if ours.kind in STRUCTURES or theirs.kind in STRUCTURES:
@@ -333,7 +329,7 @@ class Maker:
             return number(changed or 3)
         if not node.parts:
             return Node("multiply", (number(2), node))
-        if node.kind == "root":  # of a positive number: of others, real and principal roots differ
+        if node.kind == "root":  # keep it positive: otherwise real and principal roots differ
             return Node("root", (number(abs(self.change(node.parts[0]).value)),), node.value)
         index = self._rng.randrange(len(node.parts))
         parts = [self.change(part) if i == index else part for i, part in enumerate(node.parts)]
@@ -390,7 +386,7 @@ def math_verify(gold: str, answer: str) -> bool:
 
 
 def judge(name: str, grader: Callable[[str, str], bool], pairs: Sequence[Pair]) -> int:
-    """Print a row for each kind of expression, and the first wrong verdicts; return how many are wrong."""
+    """Print a row for each kind of expression, and the first wrong verdicts; return the number of these."""
     wrong: Counter[tuple[str, bool]] = Counter()
     begin = time.process_time()
     for kind, gold, answer, equal in pairs:
@@ -398,8 +394,8 @@ def judge(name: str, grader: Callable[[str, str], bool], pairs: Sequence[Pair]) 
             wrong[kind, equal] += 1
             if wrong.total() <= _SHOWN:
                 print(f"{name} {'rejects' if equal else 'accepts'} {kind} {gold!r} <- {answer!r}", flush=True)
-    spent = 1e3 * (time.process_time() - begin) / len(pairs)
-    print(f"\n{name}: {len(pairs)} pairs, {wrong.total()} wrong verdicts, {spent:.2f} ms of CPU a pair\n")
+    cpu_ms = 1e3 * (time.process_time() - begin) / len(pairs)
+    print(f"\n{name}: {len(pairs)} pairs, {wrong.total()} wrong verdicts, {cpu_ms:.2f} ms of CPU a pair\n")
     print("| expression | pairs | accepted wrongly | rejected wrongly |\n" + "|---" * 4 + "|")
     for kind in KINDS:
         print(f"| {kind} | {sum(p[0] == kind for p in pairs)} | {wrong[kind, False]} | {wrong[kind, True]} |")
@@ -407,7 +403,7 @@ def judge(name: str, grader: Callable[[str, str], bool], pairs: Sequence[Pair]) 
 
 
 def compare_on_golds(path: Path, count: int, seed: int) -> None:
-    """Print the CPU time of both graders on answers of real problems, and what they judge differently."""
+    """Print the CPU time of both graders on answers of real problems, and their different verdicts."""
     rows = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
     with_commands = [row for row in rows if "\\" in row]
     rng = random.Random(seed)
@@ -417,7 +413,7 @@ def compare_on_golds(path: Path, count: int, seed: int) -> None:
         "of another problem": others,
         "in other notation": [g.replace("\\frac", "\\dfrac") for g in golds],
     }
-    for gold, answer in zip(golds[-50:], others, strict=False):  # parsers learn at their first texts
+    for gold, answer in zip(golds[-50:], others, strict=False):  # warm up the parser
         math_verify(gold, answer)
     for name, texts in answers.items():
         seconds = {ours: 0.0, math_verify: 0.0}

@@ -1,10 +1,10 @@
-"""Measures the report of a large run: seconds, memory and size of its page, and when a browser paints it.
+"""Measures the report of a large run: seconds, memory and page size, and the paint time in a browser.
 
     python -m tests.evidence.large_report MODEL [--steps 1000] [--samples 8192] [--tokens 200]
 
-Writes a run directory of generated steps, calls `grpo-dist report` in a process of its own, and opens the
-page in headless Chromium. MODEL: a directory with a tokenizer. Only the newest tables of samples differ: the
-others are links to one, as the report does not read them.
+Writes a run directory of generated steps, runs `grpo-dist report`, and opens the page in headless Chromium.
+MODEL: a directory with a tokenizer. Only the newest tables of samples differ: the others are links to one, as
+the report does not read them.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def write_samples(
 ) -> None:
     """Write a table with the columns that a step of training writes."""
     words = np.array(WORDS)
-    picked = words[rng.integers(0, len(words), (samples, 2 * tokens // 3))]
+    sentences = words[rng.integers(0, len(words), (samples, 2 * tokens // 3))]
     right = rng.random(samples) < 0.5
-    texts = [f"{' '.join(row)} \\boxed{{{6 if ok else 7}}}" for row, ok in zip(picked, right, strict=True)]
+    texts = [f"{' '.join(row)} \\boxed{{{6 if ok else 7}}}" for row, ok in zip(sentences, right, strict=True)]
     ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
     ends = np.cumsum([0, *map(len, ids)], dtype=np.int32)
     lists = pa.array(np.concatenate(ids).astype(np.int32))
@@ -115,11 +115,11 @@ def main() -> None:
         write_run(run, args.model, args.steps, args.samples, args.tokens)
         begin = time.time()
         subprocess.run([sys.executable, "-m", "grpo_dist.cli", "report", str(run)], check=True)
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         page = run / "report.html"
         print(
-            f"report: {time.time() - begin:.1f} s wall, {used.ru_utime + used.ru_stime:.1f} s CPU, "
-            f"{used.ru_maxrss / 2**20:.2f} GiB; page {page.stat().st_size / 1e6:.1f} MB"
+            f"report: {time.time() - begin:.1f} s wall, {usage.ru_utime + usage.ru_stime:.1f} s CPU, "
+            f"{usage.ru_maxrss / 2**20:.2f} GiB; page {page.stat().st_size / 1e6:.1f} MB"
         )
         for tab in ("curves", "rollouts"):
             with chromium() as browser:

@@ -1,8 +1,8 @@
 """Run a training command as evidence, and record its result as a row of `results.jsonl`.
 
-The run's directory stays in runs/evidence, so that `grpo-dist report` builds its page again.
+The run's directory stays in runs/evidence, so that `grpo-dist report` can rebuild its page.
 ``python -m tests.evidence.learning_runs DIRECTORY...`` records finished runs; without a directory it only
-writes the table of README.md again; with ``--check`` its exit code says whether the table is out of date.
+rewrites the table of README.md; with ``--check`` its exit code says whether the table is out of date.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ README = Path(__file__).with_name("README.md")
 HOURS = 3600  # s
 _MEASURE = re.compile(r"eval/(?P<set>[^/]+)/(?P<measure>pass@1|tool_call_share)")
 _IDENTITY = ("configuration", "overrides", "settings", "set", "measure")
-# What recording a run changes: a run after it is still one of its commit.
+# Recording a run changes these files, and makes no later run dirty.
 _OWN_FILES = {str(path.relative_to(ROOT)) for path in (RESULTS, README)}
-# Where a run is and who follows it: not what is run.
+# These settings do not change the result.
 _PLACES = ("name", "output_dir", "tracking")
 
 
 def train(configuration: str, *overrides: str) -> tuple[list[dict[str, float]], Path]:
-    """Train a configuration of this project, record its result, and return its metrics by step and its
-    directory. Raises CalledProcessError where the command fails.
+    """Train a configuration of this project and record its result. Return its metrics by step, and its
+    directory. Raises CalledProcessError if the command fails.
     """
     output_dir = RUNS / _label(configuration, overrides)
     if output_dir.exists():
         shutil.rmtree(output_dir)
-    own = ["checkpoint.resume=never", f"output_dir={output_dir}"]
-    command = [sys.executable, "-m", "grpo_dist.cli", "train", configuration, *own, *overrides]
+    command = [sys.executable, "-m", "grpo_dist.cli", "train", configuration, "checkpoint.resume=never"]
+    command += [f"output_dir={output_dir}", *overrides]
     subprocess.run(command, cwd=ROOT, check=True, timeout=6 * HOURS)
     (run_dir,) = (path.parent for path in output_dir.glob("*/DONE"))
     rows = record(run_dir)
@@ -52,8 +52,8 @@ def train(configuration: str, *overrides: str) -> tuple[list[dict[str, float]], 
 
 
 def record(run_dir: Path, results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Replace the rows of this run's configuration, overrides and settings in ``results``, and return the new
-    ones. Rows of earlier contents of the configuration stay.
+    """Replace the rows of this run's configuration, overrides and settings in ``results``; return the new
+    rows. Rows of older versions of the configuration stay.
     """
     new = rows_of(run_dir)
     identities = {_identity(row) for row in new}
@@ -65,29 +65,24 @@ def record(run_dir: Path, results: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a row for each evaluation set of a finished run, from the run's own files.
+    """Return a row for each evaluation set of a finished run, from the run's files.
 
-    Raises FileNotFoundError where the run has not finished, and ValueError where its command is no
-    `grpo-dist train` or it was not evaluated before and after.
+    Raises FileNotFoundError if the run has not finished, and ValueError if its command is not
+    `grpo-dist train` or it lacks an evaluation before or after.
     """
-    # The lock is made when the command takes the directory, before the cold start.
+    # The command creates the lock when it starts, before the cold start.
     seconds = (run_dir / "DONE").stat().st_mtime - (run_dir / ".lock").stat().st_mtime
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     environment = json.loads((run_dir / "environment.json").read_text())
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     configuration, overrides = _command(environment["command"])
     common = {
-        "configuration": configuration,
-        "overrides": overrides,
-        "settings": settings_digest(config),
+        "configuration": configuration, "overrides": overrides, "settings": settings_digest(config),
         "model": config["sft"]["model"] if config["model"]["path"] == "sft" else config["model"]["path"],
-        "seed": config["seed"],
-        "steps": config["steps"],
-        "minutes": round(seconds / 60, 1),
-        "hardware": _hardware(environment),
-        "commit": _commit(environment),
+        "seed": config["seed"], "steps": config["steps"], "minutes": round(seconds / 60, 1),
+        "hardware": _hardware(environment), "commit": _commit(environment),
         "date": environment["started"].partition("T")[0],
-    }
+    }  # fmt: skip
     first, last = lines[0], lines[-1]
     names = [match for name in first if (match := _MEASURE.fullmatch(name)) and name in last]
     if not names:
@@ -102,17 +97,17 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def settings_digest(config: dict[str, Any]) -> str:
-    """Return eight digits of the hash of a resolved configuration, apart from where the run is and whether
-    it resumes. Files of this checkout are named from its top, wherever it is.
+    """Return eight hash digits of a resolved configuration, without the run's place and `checkpoint.resume`.
+    Paths in this checkout are relative to its root.
     """
-    kept = {section: value for section, value in config.items() if section not in _PLACES}
-    kept["checkpoint"] = {key: value for key, value in kept["checkpoint"].items() if key != "resume"}
-    text = json.dumps(kept, sort_keys=True).replace(f"{ROOT}/", "")
+    sections = {section: value for section, value in config.items() if section not in _PLACES}
+    sections["checkpoint"] = {key: value for key, value in sections["checkpoint"].items() if key != "resume"}
+    text = json.dumps(sections, sort_keys=True).replace(f"{ROOT}/", "")
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _commit(environment: dict[str, Any]) -> str:
-    """Return the commit of a run; `-dirty` for changed files other than those that a recording writes."""
+    """Return the commit of a run; `-dirty` if any file but the recorded results had changed."""
     commit: str = environment["git"]
     changed = environment.get("git_changed")  # None: recorded by code that did not name them
     if changed is not None and set(changed) <= _OWN_FILES:
@@ -121,9 +116,9 @@ def _commit(environment: dict[str, Any]) -> str:
 
 
 def _command(command: list[str]) -> tuple[str, list[str]]:
-    """Return the configuration and the overrides that change a result, of a `grpo-dist train` command."""
+    """Return a `grpo-dist train` command's configuration, and its overrides that can change the result."""
     if len(command) < 3 or command[1] != "train":
-        raise ValueError(f"{' '.join(command)} is no `grpo-dist train`")
+        raise ValueError(f"{' '.join(command)} is not a `grpo-dist train`")
     path = re.sub(r"^.*/(?=configs/)", "", command[2])
     places = ("checkpoint.resume=", "output_dir=", "name=")
     return path, [override for override in command[3:] if not override.startswith(places)]
@@ -136,7 +131,7 @@ def _hardware(environment: dict[str, Any]) -> str:
 
 
 def _problems(config: dict[str, Any], name: str) -> str:
-    """Describe how many problems and samples a figure stands on."""
+    """Return the number of problems and samples behind a figure, as text."""
     sources = [s for s in config["data"]["eval"] if name in (s["name"], (s["path"] or "").split(":")[-1])]
     rows = sources[0]["max_rows"] if len(sources) == 1 else None
     return f"{rows or 'all'} x {config['evaluation']['samples_per_prompt']}"
@@ -147,12 +142,12 @@ def _label(configuration: str, overrides: tuple[str, ...]) -> str:
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    # Rows recorded before settings had a digest have none: no later run replaces them.
+    # Rows from before the settings digest have none: no later run replaces them.
     return tuple(str(row.get(name)) for name in _IDENTITY)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return markdown with a line for each command: its evaluation sets, and of each its runs by seed."""
+    """Return markdown with a line for each command: its evaluation sets, each with its runs by seed."""
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in sorted(rows, key=lambda row: (_run(row), row["set"], row["measure"], row["seed"])):
         runs.setdefault(_run(row), {}).setdefault(_set(row), []).append(row)
@@ -179,12 +174,12 @@ def _change(row: dict[str, Any]) -> str:
 
 
 def _span(numbers: Iterable[float]) -> str:
-    low, high = min(found := list(numbers)), max(found)
+    low, high = min(values := list(numbers)), max(values)
     return f"{low}" if low == high else f"{low} to {high}"
 
 
 if __name__ == "__main__":
     for directory in (Path(name) for name in sys.argv[1:] if not name.startswith("--")):
         record(directory)
-    kept = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    sys.exit(refresh(README, "results", table(kept), arguments=sys.argv[1:]))
+    recorded = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    sys.exit(refresh(README, "results", table(recorded), arguments=sys.argv[1:]))

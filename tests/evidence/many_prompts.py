@@ -1,12 +1,11 @@
-"""Measures a start with many rows: time and memory of all that is done for prompts, first and from the store.
+"""Measures a start with many rows: time and memory of preparing the prompts, without and with the cache.
 
     python -m tests.evidence.many_prompts [MODEL] [--rows 1800000] [--distinct 17000] [--demonstrations]
 
 Writes a file of JSON Lines in which each row occurs about ROWS / DISTINCT times, as in DAPO-Math-17k, and
-prints CPU seconds (of all threads) and the growth of the process' memory at each stage, once with an empty
-store and once with what it left; then it calls `grpo-dist check` on the file. MODEL: a directory with a
-tokenizer that has a chat template; default: SmolLM2. --demonstrations: the rows are those of supervised
-training.
+prints CPU seconds (of all threads) and the growth of the process's memory at each stage, once with an empty
+cache and once with a filled one; then it runs `grpo-dist check` on the file. MODEL: a directory with a
+tokenizer that has a chat template; default: SmolLM2. --demonstrations: rows for supervised training.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def write(path: Path, rows: int, distinct: int, columns: Sequence[str]) -> None:
 
 
 def measure(path: Path, model: Path, *, demonstrations: bool) -> None:
-    """Print what each stage of a start takes."""
+    """Print the cost of each stage of a start."""
     tokenizer = load_tokenizer(model, False)
     tokenizer("1")
     source = DataSourceConfig(path=str(path))
@@ -87,7 +86,7 @@ def measure(path: Path, model: Path, *, demonstrations: bool) -> None:
 
 
 def check(path: Path, model: Path, environment: Mapping[str, str]) -> None:
-    """Print what `grpo-dist check` takes with all that is stored."""
+    """Print the cost of `grpo-dist check` with a filled cache."""
     config = {
         "name": "many", "steps": 1, "model": {"path": str(model)},
         "data": {"train": [{"path": str(path)}], "max_prompt_tokens": _MAX_PROMPT_TOKENS},  # as `measure`

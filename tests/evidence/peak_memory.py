@@ -16,7 +16,7 @@ import psutil
 
 
 def pss_bytes(process: psutil.Process) -> int:
-    """Return the PSS of ``process``; 0 where it has ended."""
+    """Return the PSS of ``process``; 0 if it has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -28,8 +28,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--every", type=float, default=0.5, help="seconds between two samples")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    asked = parser.parse_args()
-    process = psutil.Popen(asked.command, stdout=sys.stderr)
+    options = parser.parse_args()
+    process = psutil.Popen(options.command, stdout=sys.stderr)
     peak, at_peak = 0, {}
     while process.poll() is None:
         processes = [process, *process.children(recursive=True)]
@@ -37,7 +37,7 @@ def main() -> int:
         if (total := sum(sizes.values())) > peak:
             peak = total
             at_peak = {f"{p.name()} ({p.pid})": size for p, size in sizes.items() if p.is_running()}
-        time.sleep(asked.every)
+        time.sleep(options.every)
     print(f"peak {peak / 2**30:.2f} GiB")
     for name, size in sorted(at_peak.items(), key=lambda pair: -pair[1]):
         print(f"{size / 2**30:7.2f} GiB  {name}")

@@ -1,6 +1,5 @@
-"""Bytes of all tensors that each of two policy ranks holds between the last backward pass of an update and
-its optimiser step, and of the files it writes for a checkpoint, by dtype and ZeRO stage: prints one JSON
-object for each.
+"""Prints one JSON object for each dtype and ZeRO stage, of two policy ranks: bytes of all tensors that a rank
+holds between the last backward pass of an update and its optimiser step, and of each rank's checkpoint files.
 
     python tests/evidence/rank_memory.py
 """
@@ -22,7 +21,7 @@ SHAPE = {
 }  # fmt: skip
 
 
-def held():
+def held_bytes():
     import torch
 
     gc.collect()
@@ -30,7 +29,7 @@ def held():
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def saved(trainer, directory):
+def saved_bytes(trainer, directory):
     """Return the bytes of each rank's files; shared files count for the first rank."""
     import torch
 
@@ -52,10 +51,10 @@ def rank(index, port, directory, dtype, stage):
     from grpo_dist.runtime.rendezvous import Rank
     from tests.support.losses import train_batch
 
-    own = {"zero_optimization": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}}
+    sections = {"zero_optimization": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}}
     trainer = Trainer(
         Rank(index, RANKS, "127.0.0.1", port, 60.0),
-        PolicyConfig(num_workers=RANKS, zero_stage=stage, deepspeed=own if stage else {}),
+        PolicyConfig(num_workers=RANKS, zero_stage=stage, deepspeed=sections if stage else {}),
         model=ModelConfig(path=directory, dtype=dtype),
         model_dir=directory,
         settings=TrainerSettings(
@@ -67,10 +66,10 @@ def rank(index, port, directory, dtype, stage):
     tokens = torch.randint(0, 100, mask.shape)
     batch = train_batch(mask, tokens=tokens, advantages=torch.randn(mask.shape))
     trainer.update([batch])  # creates the optimiser's moments
-    files = saved(trainer, Path(directory) / f"{dtype}_{stage}")
+    files = saved_bytes(trainer, Path(directory) / f"{dtype}_{stage}")
     trainer.accumulate(batch)
     if index == 0:
-        print(json.dumps({"dtype": dtype, "stage": stage, "bytes": held(), "files": files}), flush=True)
+        print(json.dumps({"dtype": dtype, "stage": stage, "bytes": held_bytes(), "files": files}), flush=True)
     trainer.close()
     os._exit(0)  # skip slow shutdowns
 

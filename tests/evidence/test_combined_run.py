@@ -1,6 +1,6 @@
-"""A whole run of several choices together, on real engines and ranks: DPPO by KL, sequences rejected by their
-distance to the engine, groups done first, two sources with rewards of their own, a mean over prompts, updates
-dealt again in a second epoch, adapters under ZeRO-3.
+"""A whole run that combines, on real engines and ranks: DPPO by KL, rejection of sequences by their distance
+to the engine, completion order, two sources with separate rewards, a mean over prompts, updates reshuffled in
+a second epoch, adapters under ZeRO-3.
 """
 
 import json
@@ -29,8 +29,8 @@ DPPO = """algorithm={
 
 
 def test_dppo_rejection_first_come_sources_adapters_and_zero_3_train_together(tmp_path):
-    """Killed once. What is on-policy agrees with the engine to float32 rounding; sequences that the updates
-    of a step have moved too far from their engine are rejected, and the others still train.
+    """Killed once. On-policy samples agree with the engine to float32 rounding; sequences that the updates of
+    a step moved too far from the engine are rejected, and the others still train.
     """
     settings = [*TOGETHER, DPPO.replace("HIGH", "1.0e-2")]
     run(tmp_path, *settings, check=False, kill_after="step_000002")
@@ -43,8 +43,8 @@ def test_dppo_rejection_first_come_sources_adapters_and_zero_3_train_together(tm
         assert 0 <= line["correction/rejected_share"] < 1
     fresh = [line for line in lines if line["rollout/staleness_max"] == 0]
     assert fresh and all(line["mismatch/logprob_diff_max"] < 1e-4 for line in fresh)
-    # The engines follow the adapters: what they sampled from is what the trainer had, step after step.
+    # The engines follow the adapters: in every step they sample from the trainer's weights.
     assert any(line["correction/rejected_share"] > 0 for line in lines)
-    ledger = [json.loads(own) for own in (tmp_path / "runs/run/ledger.jsonl").read_text().splitlines()]
-    uids = Counter(uid for line in ledger for name, own in line.items() if name != "step" for uid in own)
+    ledger = [json.loads(line) for line in (tmp_path / "runs/run/ledger.jsonl").read_text().splitlines()]
+    uids = Counter(uid for line in ledger for name, part in line.items() if name != "step" for uid in part)
     assert max(uids.values()) == 1 and {uid.split("-")[0] for uid in uids} == {"add2", "add3"}

@@ -1,5 +1,4 @@
-"""Slow evidence, apart from `make test`: whole demo runs that must learn, and one that must not. About half
-an hour.
+"""Whole demo runs that must learn, and a negative control. About half an hour.
 
 make evidence ARGS=tests/evidence/test_demo_learns.py
 """

@@ -1,4 +1,4 @@
-"""Engines join and leave a running job, and every number is that of a run with one engine. Some minutes."""
+"""Engines join and leave a running job, with the same numbers as a run with one engine. Some minutes."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from tests.support.real_runs import without_clock
 pytestmark = pytest.mark.evidence
 
 ROOT = Path(__file__).resolve().parents[2]
-# What depends on where and when a group was sampled, and not on what was sampled.
+# Metrics that depend on where and when a group was sampled, not on its samples.
 PLACES = ("engines/", "restarts/", "rollout/cached", "sync/", "util/", "episode/wait")
 
 
@@ -27,10 +27,10 @@ def test_engines_that_come_and_go_change_no_number_and_lose_no_prompt(tmp_path, 
     elastic, fixed = tmp_path / "elastic", tmp_path / "fixed"
     for directory in (elastic, fixed):
         directory.mkdir()
-    own = [sys.executable, "-m", "tests.support.multi_node_elastic", str(elastic), placement]
-    run = subprocess.run(own, env=environment, capture_output=True, text=True, timeout=3 * 3600)
+    arguments = [sys.executable, "-m", "tests.support.multi_node_elastic", str(elastic), placement]
+    run = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=3 * 3600)
     print(run.stdout)
-    assert run.returncode == 0, run.stderr[-3000:] + (elastic / "said.txt").read_text()[-5000:]
+    assert run.returncode == 0, run.stderr[-3000:] + (elastic / "output.txt").read_text()[-5000:]
     plain_run = command(fixed, "cluster.placement=separate", "rollout.num_workers=1")
     subprocess.run(plain_run, env=environment, check=True, timeout=3 * 3600)
     changed, plain = lines(elastic / "run"), lines(fixed / "run")
@@ -41,7 +41,7 @@ def test_engines_that_come_and_go_change_no_number_and_lose_no_prompt(tmp_path, 
     for name in ("join_s", "leave_s"):
         print(name, [line[f"engines/{name}"] for line in changed if line[f"engines/{name}"]])
     ours, theirs = (
-        [{k: v for k, v in line.items() if not k.startswith(PLACES)} for line in without_clock(found)]
-        for found in (changed, plain)
+        [{k: v for k, v in line.items() if not k.startswith(PLACES)} for line in without_clock(run_lines)]
+        for run_lines in (changed, plain)
     )
     assert ours == theirs

@@ -20,10 +20,10 @@ def test_engine_and_trainer_agree_in_every_step_of_a_run(model_cache, tmp_path, 
 
 
 def test_replayed_routes_keep_engine_and_trainer_the_same_over_real_updates(model_cache, tmp_path):
-    """Four experts that are all but tied: rounding decides between them. With replay the trainer's log-probs
-    are the engine's to float32 rounding at every step, before each update and after the weights moved; the
-    mismatch metrics of the same run without it show tokens that took other experts. The probe would end that
-    run before its first update, so it has a bound that lets it continue.
+    """Four experts are nearly tied: rounding decides between them. With replay the trainer's log-probs equal
+    the engine's to float32 rounding at every step, before each update and after the weights moved; without
+    it, the mismatch metrics show tokens that took other experts. The probe would end that run before its
+    first update, so its bound is raised.
     """
     model = tied_model(model_cache, "qwen3_moe")
     steps = {}
@@ -36,7 +36,7 @@ def test_replayed_routes_keep_engine_and_trainer_the_same_over_real_updates(mode
         )  # fmt: skip
         steps[replay] = [m for m in metrics(tmp_path / str(replay)) if "mismatch/logprob_diff_max" in m]
         assert len(steps[replay]) == 4 and all(m["policy/grad_norm"] > 0 for m in steps[replay])
-    print({replay: [m["mismatch/logprob_diff_max"] for m in own] for replay, own in steps.items()})
+    print({replay: [m["mismatch/logprob_diff_max"] for m in lines] for replay, lines in steps.items()})
     assert max(m["mismatch/logprob_diff_max"] for m in steps[True]) < 1e-5
     assert max(m["mismatch/logprob_diff_mean"] for m in steps[True]) < 1e-6
     assert max(m["mismatch/logprob_diff_max"] for m in steps[False]) > 1e-3

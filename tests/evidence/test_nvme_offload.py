@@ -1,6 +1,5 @@
-"""States on a disk, on real ranks: the same numbers as without, also from a checkpoint.
-
-DeepSpeed compiles its file access at first use, which takes minutes.
+"""NVMe offload on real ranks gives the same numbers as none, also from a checkpoint. DeepSpeed compiles its
+file access at first use, which takes minutes.
 """
 
 import asyncio
@@ -12,23 +11,15 @@ from tests.support.real_ranks import agree, two_updates
 
 pytestmark = pytest.mark.evidence
 
-
-def needs_aio():
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible():
-        pytest.skip("libaio and its header are not here")
-
-
-NVME = {
-    "optimiser": {"optimizer": "nvme"},
-    "all": {"optimizer": "nvme", "parameters": "nvme"},
-}
+NVME = {"optimiser": {"optimizer": "nvme"}, "all": {"optimizer": "nvme", "parameters": "nvme"}}
 
 
 @pytest.mark.parametrize("name", NVME)
 def test_offload_to_nvme_trains_as_without(ray_cluster, tiny_model, tmp_path, name):
-    needs_aio()
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        pytest.skip("libaio and its header are not installed")
     disk = tmp_path / "nvme"
     disk.mkdir()
     offload = OffloadConfig(**NVME[name], nvme_path=str(disk))

@@ -1,10 +1,10 @@
-"""`grpo-dist plan` against what was measured on this machine: one benchmark calibrates it, and it predicts
-others of other lengths, batches and staleness. And its memory and its checkpoints against the tensors that
-real ZeRO ranks hold and the files they write.
+"""`grpo-dist plan` against measurements on this machine: calibrated by one benchmark, it predicts benchmarks
+with other lengths, batches and staleness. And its memory and checkpoint sizes against the tensors that real
+ZeRO ranks hold and the files they write.
 
     python -m pytest -s tests/evidence/test_plan_predicts.py
 
-About ten minutes on two cores that nobody else uses.
+About ten minutes on two idle cores.
 """
 
 import json
@@ -43,8 +43,8 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory):
     directory = tmp_path_factory.mktemp("calibration")
-    own = [*SHORT, *CALIBRATION, f"output_dir={directory}"]
-    return bench(load_config(MEASURED, own)) / "bench.json"
+    overrides = [*SHORT, *CALIBRATION, f"output_dir={directory}"]
+    return bench(load_config(MEASURED, overrides)) / "bench.json"
 
 
 @pytest.mark.parametrize("case", OTHERS)
@@ -63,12 +63,12 @@ def test_a_plan_predicts_the_measured_times(case, calibration, tmp_path):
 def test_ranks_hold_and_write_the_planned_bytes():
     script = Path(__file__).with_name("rank_memory.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"dtype"')]
-    assert len(found) == 7, done.stderr[-2000:]
+    cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"dtype"')]
+    assert len(cases) == 7, done.stderr[-2000:]
     from rank_memory import BUCKET, RANKS, SHAPE
 
     model = from_config_json(SHAPE | {"model_type": "qwen2"}, "made")
-    for case in found:
+    for case in cases:
         policy = {"num_workers": RANKS, "zero_stage": case["stage"]}
         settings = config(model={"path": "made", "dtype": case["dtype"]}, policy=policy)
         sizes = Sizes.from_config(settings, gpu=False)
@@ -76,8 +76,8 @@ def test_ranks_hold_and_write_the_planned_bytes():
         if case["dtype"] == "float32" and case["stage"] == 1:
             # Whole gradients are freed after their reduction; the plan counts the moment before.
             parts["gradients"] -= 4 * model.parameters
-        kept = BUCKET * sizes.itemsize if case["stage"] == 3 else 0  # the bucket remains
-        planned = sum(parts.values()) + kept
+        bucket = BUCKET * sizes.itemsize if case["stage"] == 3 else 0  # the bucket remains
+        planned = sum(parts.values()) + bucket
         print(f"{case['dtype']} stage {case['stage']}: planned {planned:,}, held {case['bytes']:,} bytes")
         assert case["bytes"] == pytest.approx(planned, rel=0.02)
         written = rank_bytes(settings.policy, model, sizes)

@@ -1,6 +1,5 @@
-"""Slow evidence, apart from `make test`: R1-Zero at toy size. A real pretrained model, which a plain prompt
-shows one worked example in tags, answers more sums right, and more often in the tags, after GRPO on rewards
-for format and accuracy alone. Minutes on two quiet cores, 16 GiB.
+"""R1-Zero at toy size: a real pretrained model, prompted with one worked example in tags, solves more sums
+and uses the tags more often after GRPO on format and accuracy alone. Minutes on two idle cores, 16 GiB.
 
 make evidence ARGS=tests/evidence/test_r1_zero_learns.py
 """
@@ -15,8 +14,8 @@ pytestmark = [pytest.mark.evidence, pytest.mark.timeout(7 * 3600)]
 
 CONFIG = "configs/r1_zero_smollm2.yaml"
 ACCURACY = "eval/plain_sums2/pass@1"
-FORMAT = "reward/format"  # share of a step's samples: evaluations measure accuracy alone
-STEPS = 5  # at each end of the run, whose shares are compared
+FORMAT = "reward/format"  # share of a step's samples: evaluations only measure accuracy
+STEPS = 5  # shares are compared over this many steps at each end of the run
 
 
 @pytest.mark.parametrize("seed", [0, 1])

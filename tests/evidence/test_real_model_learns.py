@@ -1,5 +1,5 @@
-"""Slow evidence, apart from `make test`: a real pretrained model learns two-digit sums from rewards alone,
-and not from rewards that are shuffled or random. About 25 minutes a run on two quiet cores, 16 GiB.
+"""A real pretrained model learns two-digit sums from rewards alone, and not from shuffled or random rewards.
+About 25 minutes a run on two idle cores, 16 GiB.
 
 make evidence ARGS=tests/evidence/test_real_model_learns.py
 """
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.evidence, pytest.mark.timeout(7 * 3600)]
 CONFIG = "configs/smollm2_sums.yaml"
 TRAINED, TRANSFER = "eval/sums2/pass@1", "eval/sums3/pass@1"
 LORA = ["policy.lora={rank: 32, alpha: 64}", "policy.optimizer.lr=2.0e-4"]
-# The grader of `math` says what is right: the random reward does not.
+# `math` still grades, for the accuracy; only the random reward counts.
 RANDOM = ["rewards.functions=[{function: random}, {function: math, weight: 0}]"]
 
 
@@ -35,7 +35,7 @@ def test_adapters_alone_reach_80_percent():
 
 @pytest.mark.parametrize("control", [["rewards.shuffle=true"], RANDOM], ids=["shuffled", "random"])
 def test_rewards_that_ignore_the_answer_teach_nothing(control):
-    """Any reward helps some models (arXiv:2506.10947). Here the accuracy may not rise beyond its interval."""
+    """Any reward helps some models (arXiv:2506.10947). Here the accuracy must stay within its interval."""
     real_model()
     lines, _ = train(CONFIG, *control)
     assert lines[-1][TRAINED] <= lines[0][TRAINED] + 3 * lines[0][f"{TRAINED}_stderr"]

@@ -1,5 +1,5 @@
-"""Whole runs of a real pretrained model through its chat template: killed and resumed with the same numbers,
-with all weights and with adapters; the export is read by transformers and by vLLM, to the same log-probs.
+"""Whole runs of a real pretrained model with its chat template, of all weights and of adapters: killed and
+resumed with the same numbers; transformers and vLLM read the export and compute the same log-probs.
 
 make evidence ARGS=tests/evidence/test_real_model_runs.py
 """
@@ -26,7 +26,7 @@ SETTINGS = (
 )  # fmt: skip
 ADAPTERS = ("policy.lora={rank: 8, alpha: 16}", "policy.optimizer.lr=1.0e-4")
 ASKED = "What is 17 + 25?"
-# A process without anything of this project. Prints ids and log-probs of a greedy completion.
+# Uses nothing of this project. Prints ids and log-probs of a greedy completion.
 VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -59,17 +59,17 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_its_export_is_read_by_othe
 
 def assert_both_read(exported):
     tokenizer = AutoTokenizer.from_pretrained(exported)
-    asked = [{"role": "user", "content": ASKED}]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    messages = [{"role": "user", "content": ASKED}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     command = [sys.executable, "-c", VLLM, str(exported), json.dumps(ids)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=exported)
     assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    made, logprobs = json.loads(found.removeprefix("FOUND "))
+    (answer,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    completion, logprobs = json.loads(answer.removeprefix("FOUND "))
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1].double()
+        logits = model(torch.tensor([ids + completion])).logits[0, len(ids) - 1 : -1].double()
     expected = logits.log_softmax(-1)
-    assert expected.argmax(-1).tolist() == made
-    gap = (expected.gather(1, torch.tensor(made)[:, None])[:, 0] - torch.tensor(logprobs)).abs()
-    assert len(made) > 2 and float(gap.mean()) < 1e-5
+    assert expected.argmax(-1).tolist() == completion
+    gap = (expected.gather(1, torch.tensor(completion)[:, None])[:, 0] - torch.tensor(logprobs)).abs()
+    assert len(completion) > 2 and float(gap.mean()) < 1e-5

@@ -1,6 +1,5 @@
-"""Slow evidence, apart from `make test`: a real pretrained model, trained on easy problems of reasoning-gym,
-solves more of them, and harder ones that it was never trained on. Minutes on two quiet cores, 16 GiB, with
-`pip install reasoning-gym`.
+"""A real pretrained model, trained on easy problems of reasoning-gym, solves more of them, and more of the
+harder ones that it was not trained on. Minutes on two idle cores, 16 GiB, with `pip install reasoning-gym`.
 
 make evidence ARGS=tests/evidence/test_reasoning_gym_curves.py
 """

@@ -1,5 +1,5 @@
-"""A run on hosts with addresses of their own: engine and policy on different ones, one of which is cut off
-from the network; another host joins and takes its place. Some minutes.
+"""A run on separate hosts: engine and policy are on different ones, one of which is cut off from the network;
+another host joins and replaces it. Some minutes.
 """
 
 import json
@@ -17,6 +17,7 @@ import pytest
 
 from grpo_dist.loop.ledger import audit
 from grpo_dist.observe.tracker import LEDGER
+from tests.support.multi_node_run import lines
 from tests.support.separate_hosts import hosts, refusal
 
 pytestmark = pytest.mark.evidence
@@ -34,7 +35,7 @@ print("LISTED " + json.dumps({known["ActorClassName"]: known["Address"]["IPAddre
 
 @contextmanager
 def started(command, **options):
-    """Run a process for the block, and end its process tree."""
+    """Run a process for the block, then kill its process tree."""
     process = subprocess.Popen(command, **options)
     try:
         yield process
@@ -48,14 +49,13 @@ def started(command, **options):
 
 
 class Lan:
-    """A Ray cluster of simulated hosts; the head has none of its own."""
+    """A Ray cluster of simulated hosts, including the head's."""
 
-    def __init__(self, made, directory, stack):
-        self._hosts, self._stack, self._log = made, stack, directory / "ray.txt"
-        self.head = made.add()
-        paths = str(ROOT)
+    def __init__(self, network, directory, stack):
+        self._hosts, self._stack, self._log = network, stack, directory / "ray.txt"
+        self.head = network.add()
         self.environment = os.environ | {
-            "PYTHONPATH": paths,
+            "PYTHONPATH": str(ROOT),
             # The paths of its sockets must be short.
             "RAY_TMPDIR": stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp")),
             "RAY_ADDRESS": f"{self.head}:6379",
@@ -70,7 +70,7 @@ class Lan:
         self._node(self._hosts.add(), f"--address={self.head}:6379", "--num-cpus=1")
 
     def wait_for(self, count):
-        """Return how many hosts have joined."""
+        """Wait until ``count`` hosts have joined."""
         waiting = [sys.executable, "-m", "grpo_dist.tools.submit.nodes", str(count), "--within", str(LIMIT_S)]
         subprocess.run(self._hosts.command(self.head, *waiting), env=self.environment, check=True)
 
@@ -81,10 +81,10 @@ class Lan:
         self._stack.enter_context(started(command, env=self.environment, stdout=log, stderr=log))
 
     def homes(self):
-        """Return the address of each kind of actor."""
+        """Return the host address of each kind of actor."""
         command = self._hosts.command(self.head, sys.executable, "-c", LISTED)
-        asked = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
-        return json.loads(asked.stdout.partition("LISTED ")[2] or "{}")
+        listing = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        return json.loads(listing.stdout.partition("LISTED ")[2] or "{}")
 
 
 def wait(condition, what):
@@ -92,11 +92,6 @@ def wait(condition, what):
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(1.0)
-
-
-def steps_of(run_dir):
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def training(directory):
@@ -111,28 +106,28 @@ def training(directory):
 def test_a_run_on_several_hosts_survives_the_loss_of_one(tmp_path):
     if reason := refusal():
         pytest.skip(reason)
-    run_dir, said = tmp_path / "run", tmp_path / "said.txt"
+    run_dir, log_file = tmp_path / "run", tmp_path / "output.txt"
     with ExitStack() as stack:
-        made = stack.enter_context(hosts())
-        lan = Lan(made, tmp_path, stack)
-        for count in (2, 3):  # one at a time: in their shared directory two concurrent starts hang
+        network = stack.enter_context(hosts())
+        lan = Lan(network, tmp_path, stack)
+        for count in (2, 3):  # one at a time: concurrent starts in their shared directory hang
             lan.join()
             lan.wait_for(count)
-        told = stack.enter_context(said.open("w"))
-        command = made.command(lan.head, *training(tmp_path))
-        run = stack.enter_context(started(command, env=lan.environment, stdout=told, stderr=told))
-        wait(lambda: len(steps_of(run_dir)) >= 3 or run.poll() is not None, "the first steps")
-        assert run.poll() is None, said.read_text()[-3000:]
+        log = stack.enter_context(log_file.open("w"))
+        command = network.command(lan.head, *training(tmp_path))
+        run = stack.enter_context(started(command, env=lan.environment, stdout=log, stderr=log))
+        wait(lambda: len(lines(run_dir)) >= 3 or run.poll() is not None, "the first steps")
+        assert run.poll() is None, log_file.read_text()[-3000:]
         homes = lan.homes()
         assert len({homes["RolloutWorker"], homes["PolicyWorker"], lan.head}) == 3, homes
-        made.cut(homes["RolloutWorker"])
+        network.cut(homes["RolloutWorker"])
         lan.join()
-        assert run.wait(LIMIT_S) == 0, said.read_text()[-3000:]
-    lines = steps_of(run_dir)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert sum(line["restarts/rollout"] for line in lines) >= 1
-    # Weights arrive intact: later steps train on samples that are one step old.
-    assert lines[0]["mismatch/logprob_diff_max"] < 1e-4
-    assert all(line["sync/bytes"] > 0 for line in lines)
+        assert run.wait(LIMIT_S) == 0, log_file.read_text()[-3000:]
+    steps = lines(run_dir)
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert sum(line["restarts/rollout"] for line in steps) >= 1
+    # Weights arrive intact; later steps train on samples that are one step old.
+    assert steps[0]["mismatch/logprob_diff_max"] < 1e-4
+    assert all(line["sync/bytes"] > 0 for line in steps)
     assert audit(run_dir / LEDGER, steps=STEPS, prompts_per_step=4) is None
     print(f"engine at {homes['RolloutWorker']} cut off, policy at {homes['PolicyWorker']}: all steps done")

@@ -1,5 +1,5 @@
-"""Slow evidence, apart from `make test`: the demo with a calculator learns to call it, and does not from
-shuffled rewards. About 10 minutes a run on two quiet cores.
+"""The demo with a calculator learns to call it, and not from shuffled rewards. About 10 minutes a run on two
+idle cores.
 
 make evidence ARGS=tests/evidence/test_tools_demo_learns.py
 """

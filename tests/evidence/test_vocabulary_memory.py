@@ -19,9 +19,9 @@ def measured(entries):
 
 
 def test_peak_memory_at_150_000_entries_is_that_of_the_weights():
-    """What has the size of the weights: they, their gradient, Adam's two moments, and the gradients of the
-    tied weight on their way (head, embedding, their sum). All logits at once, in the forward pass alone,
-    would be three times what the whole process grew by.
+    """Proportional to the weights: the weights, their gradient, Adam's two moments, and the intermediate
+    gradients of the tied weight (head, embedding, their sum). All logits at once, in the forward pass alone,
+    would take three times the growth of the whole process.
     """
     small, large = measured(128), measured(150_000)
     assert 3 * (large["peak"] - small["peak"]) < large["all_logits"]

@@ -1,6 +1,5 @@
-"""The whole recipe on the real parts, from the command line: seven stages, killed once on the way.
-
-Models have random weights and seconds of training: nothing is learned here but to end an answer early.
+"""The whole recipe on real parts, from the command line: seven stages, killed once in between. Models have
+random weights and seconds of training: they only learn to end an answer early.
 """
 
 import json
@@ -70,16 +69,12 @@ NAMES = ("cold", "reason", "reject", "again", "reason_again", "teach", "distille
 
 
 def run(directory, *overrides, kill_at=None):
-    """Run `grpo-dist pipeline` until it ends or, with ``kill_at``, until that file exists."""
+    """Run `grpo-dist pipeline` to its end; with ``kill_at``, kill it once that file exists."""
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "grpo_dist.cli", "pipeline", "p.yaml", *overrides]
     with (directory / "out").open("w") as out, (directory / "err").open("w") as err:
         process = subprocess.Popen(
-            command,
-            cwd=directory,
-            stdout=out,
-            stderr=err,
-            env=os.environ | {"GRPO_DIST_TEST_RUN": mark},
+            command, cwd=directory, stdout=out, stderr=err, env=os.environ | {"GRPO_DIST_TEST_RUN": mark}
         )
         while kill_at and not (directory / kill_at).exists():
             assert process.poll() is None, (directory / "err").read_text()[-5000:]
@@ -131,22 +126,22 @@ def test_kept_samples_become_demonstrations_with_the_same_tokens(done):
     stage = directory / "runs/r1/03_reject"
     parts = sorted((stage / "samples").iterdir())
     sampled = [row for part in parts for row in pq.read_table(part).to_pylist()]
-    kept = [json.loads(line) for line in (stage / "sft.jsonl").read_text().splitlines()]
+    demonstrations = [json.loads(line) for line in (stage / "sft.jsonl").read_text().splitlines()]
     report = json.loads((stage / "report.json").read_text())
     assert len(parts) == 2 and len(sampled) == 64 == report["samples"]
-    assert len(kept) == report["kept"] == report["samples"] - sum(report["dropped"].values()) > 0
+    assert len(demonstrations) == report["kept"] == report["samples"] - sum(report["dropped"].values()) > 0
     ids = {(row["uid"], row["sample"]): row for row in sampled}
     model = directory / "runs/r1/02_reason/model"
     tokenizer = AutoTokenizer.from_pretrained(model)
     sft = SFTConfig.model_validate({"model": str(model), "data": str(stage / "sft.jsonl")})
-    respelled = 0  # a random model spells "<think>" with single characters, too
-    for row, pair in zip(kept, load_pairs(sft, tokenizer), strict=True):
-        asked, answered = pair.prompt, pair.completion
+    respelled = 0  # a random model may spell "<think>" with single characters
+    for row, pair in zip(demonstrations, load_pairs(sft, tokenizer), strict=True):
+        prompt_ids, completion_ids = pair.prompt, pair.completion
         source = ids[row["uid"], row["sample"]]
-        respelled += answered != source["completion_ids"]
-        assert tokenizer.decode(answered) == tokenizer.decode(source["completion_ids"])
-        assert answered[-1] == source["completion_ids"][-1] and source["finish_reason"] == "stop"
-        assert tokenizer.decode(asked) == (
+        respelled += completion_ids != source["completion_ids"]
+        assert tokenizer.decode(completion_ids) == tokenizer.decode(source["completion_ids"])
+        assert completion_ids[-1] == source["completion_ids"][-1] and source["finish_reason"] == "stop"
+        assert tokenizer.decode(prompt_ids) == (
             f"<|system|>You add.<|user|>{row['problem']}\nBe brief.<|assistant|>"
         )
     assert respelled == report["respelled"]

@@ -1,11 +1,10 @@
-"""Measures the CPU time of one rank's update of 13M parameters, against that of its matrix products alone.
+"""Measures the CPU time of one rank's update of 13M parameters, against its matrix products alone.
 
     python -m tests.evidence.update_cost [--prompts 4] [--micro-batches 1024 2048 4096] [--repeats 2]
 
 Groups of 8 samples of 128 tokens, as in configs/bench/cpu_13m.yaml, on two threads. `main` and `second` are
-the CPU seconds of the two busiest threads: what the first has more is work that the other waits for.
-`products` is what 6 operations a weight and token take at the rate of a product of an MLP's shape, measured
-right before.
+the CPU seconds of the two busiest threads: their difference is work that the second waits for. `products`: 6
+operations per weight and token at the rate of a product of an MLP's shape, measured right before.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1024, 2048, 4096], help="tokens")
     parser.add_argument("--repeats", type=int, default=2)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     from grpo_dist.runtime.hardware import thread_environment
 
     os.environ |= thread_environment(THREADS) | {"DS_ACCELERATOR": "cpu"}  # before torch is imported
@@ -95,25 +94,24 @@ def main() -> None:
     build_in_own_directory()
     shape = json.loads(SHAPE.read_text())
     with tempfile.TemporaryDirectory() as directory:
-        trainer, batch = made_trainer(directory, shape), made_batch(chosen.prompts, shape["vocab_size"])
+        trainer, batch = made_trainer(directory, shape), made_batch(options.prompts, shape["vocab_size"])
     weights = sum(p.numel() for p in trainer.engine.module.parameters() if p.ndim == 2)
-    tokens = chosen.prompts * (PROMPT + GROUP * COMPLETION)
+    tokens = options.prompts * (PROMPT + GROUP * COMPLETION)
     trainer.update([batch])
     print(f"{'micro-batch':>11} {'CPU s':>7} {'main':>6} {'second':>6} {'products':>8} {'share':>6}")
-    for _ in range(chosen.repeats):
-        for budget in chosen.micro_batches:
+    for _ in range(options.repeats):
+        for budget in options.micro_batches:
             products = 6 * weights * tokens / product_rate(shape)
             trainer._micro = replace(trainer._micro, token_budget=budget)
             before, begin = thread_seconds(), time.process_time()
             trainer.update([batch])
-            used = time.process_time() - begin
+            cpu_s = time.process_time() - begin
             threads = sorted(
-                (own - before.get(name, 0.0) for name, own in thread_seconds().items()), reverse=True
+                (seconds - before.get(name, 0.0) for name, seconds in thread_seconds().items()), reverse=True
             )
-            numbers = (
-                f"{used:>7.2f} {threads[0]:>6.2f} {threads[1]:>6.2f} {products:>8.2f} {products / used:>6.0%}"
-            )
-            print(f"{budget:>11} {numbers}", flush=True)
+            first, second, *_ = threads
+            shares = f"{first:>6.2f} {second:>6.2f} {products:>8.2f} {products / cpu_s:>6.0%}"
+            print(f"{budget:>11} {cpu_s:>7.2f} {shares}", flush=True)
     os._exit(0)  # skip slow shutdowns
 
 

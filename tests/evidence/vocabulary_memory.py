@@ -1,4 +1,4 @@
-"""Peak memory of a policy rank after two updates, for a vocabulary of so many entries: prints it as JSON.
+"""Prints, as JSON, the peak memory of a policy rank after two updates, for a given vocabulary size.
 
 python tests/evidence/vocabulary_memory.py 150000
 """
@@ -37,14 +37,10 @@ def main(entries):
             model=ModelConfig(path=directory),
             model_dir=directory,
             settings=TrainerSettings(
-                objective=Objective(),
-                temperature=1.0,
-                token_budget=ROWS * TOKENS,
-                epochs=1,
-                total_updates=2,
+                objective=Objective(), temperature=1.0, token_budget=ROWS * TOKENS, epochs=1, total_updates=2,
                 seed=0,
             ),
-        )
+        )  # fmt: skip
     mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     mask[:, 0] = False
     tokens = torch.randint(0, entries, mask.shape)

@@ -3,8 +3,8 @@
     python -m tests.evidence.weight_deltas --parameters 100e6 --lr 1e-6 --dtype bfloat16
 
 AdamW updates float32 weights (normal, standard deviation 0.02) with random gradients, and their copy in the
-type that is sent is synced after each step: changes first, then the same weights whole. What an engine does
-with weights that have arrived, loading and packing them, is not included.
+sent dtype is synced after each step: first the changes, then the same weights whole. The engine's loading and
+packing of received weights is not included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class DeltaBench:
-    """What both processes know. ``backend``: shared_memory or gloo."""
+    """Settings of both processes. ``backend``: shared_memory or gloo."""
 
     parameters: int
     dtype: str
@@ -49,7 +49,7 @@ class DeltaBench:
 
 
 def receiver(bench: DeltaBench, rank: int) -> None:
-    """Receive what `measure` sends. Raises RuntimeError where it is not the sender's."""
+    """Receive what `measure` sends. Raises RuntimeError if the weights differ from the sender's."""
     seat = Seat(bench.seat.host, bench.seat.port, rank, bench.seat.world_size, bench.seat.secret)
     transport, held = (
         open_transport(bench.backend, seat, timeout_s=_TIMEOUT_S),
@@ -74,8 +74,8 @@ def measure(bench: DeltaBench, lr: float) -> Iterator[dict[str, float]]:
     transport, source = open_transport(bench.backend, bench.seat, timeout_s=_TIMEOUT_S), SentWeights()
 
     def buckets() -> Iterator[list[tuple[str, Tensor]]]:
-        held = {s.name: w.detach().to(s.torch_dtype) for s, w in zip(specs, weights, strict=True)}
-        return ([(s.name, held[s.name]) for s in bucket] for bucket in make_buckets(specs, _BUCKET))
+        copies = {s.name: w.detach().to(s.torch_dtype) for s, w in zip(specs, weights, strict=True)}
+        return ([(s.name, copies[s.name]) for s in bucket] for bucket in make_buckets(specs, _BUCKET))
 
     with one_thread():
         source.take(buckets(), specs, _BUCKET, _CPU, "first")
@@ -85,20 +85,17 @@ def measure(bench: DeltaBench, lr: float) -> Iterator[dict[str, float]]:
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
             optimizer.step()
-            own, begin = buckets(), time.perf_counter()
-            changes = source.take(own, specs, _BUCKET, _CPU, f"{step}")
-            taken = time.perf_counter()
+            updated, begin = buckets(), time.perf_counter()
+            changes = source.take(updated, specs, _BUCKET, _CPU, f"{step}")
+            compared = time.perf_counter()
             sent = send_changes(transport, changes, source.held)
             after = time.perf_counter()
             whole = send(transport, source.held.weights(), specs, _BUCKET)
             yield {
-                "changed share": changes.changed_share,
-                "bytes of changes": sent["sync/bytes"],
-                "bytes of whole weights": whole["sync/bytes"],
-                "find changes, s": taken - begin,
-                "send changes, s": after - taken,
-                "send whole weights, s": time.perf_counter() - after,
-            }
+                "changed share": changes.changed_share, "bytes of changes": sent["sync/bytes"],
+                "bytes of whole weights": whole["sync/bytes"], "find changes, s": compared - begin,
+                "send changes, s": after - compared, "send whole weights, s": time.perf_counter() - after,
+            }  # fmt: skip
     transport.close()
 
 

@@ -1,7 +1,7 @@
-"""The check of a machine with GPUs: its jobs, their order and time, and the record of what each line found.
+"""The check of a machine with GPUs: its jobs, their order and time, and the record of each line's findings.
 
-A job measures one line or several that share workers, in a process of its own, so that nothing of the check
-is in a measurement of memory. It reports each line as soon as it is known: what goes wrong later leaves it.
+A job measures one line, or several that share workers, in a separate process, so that the check adds nothing
+to a measurement of memory. It reports each line as soon as possible: a later failure does not affect it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tests.gpu.sizes import model_shape
 CHECK_SCHEMA = 3  # raise it when a figure changes its meaning
 _GIB = 2**30
 _LEAST_S = 10.0  # a job with less time than this is not started
-_PATIENCE = 20  # times the limit of a job on a CPU, which may be slow or busy
+_PATIENCE = 20  # factor of a job's limit on a CPU, which may be slow or busy
 _TRAINER, _ENGINE = ("deepspeed",), ("deepspeed", "ray", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckJob:
     """``function``: MODULE:NAME in `tests.gpu`, called with a `CheckTask`; it yields a line's name with its
-    `Findings`. ``limit_s``: ended as hung after so long. The others are what it needs: GPUs, bfloat16, GiB of
-    each GPU, packages.
+    `Findings`. ``limit_s``: after this time it counts as hung and is killed. The others are requirements:
+    GPUs, bfloat16, GiB of each GPU, packages.
     """
 
     function: str
@@ -45,7 +45,7 @@ class CheckJob:
 
     @property
     def name(self) -> str:
-        """Return the name of its files: that of its first line."""
+        """Return the name of its files: its first line."""
         return self.lines[0]
 
 
@@ -55,8 +55,8 @@ def _zero(stage: int) -> CheckJob:
 
 
 DEVICE = CheckJob("device:device", ("device",), 60, bfloat16=False)
-# In the order in which they run, as the time may not suffice for all: what says most about a run comes first.
-# `engine-graphs` makes the model and compiles what the engines of `steps` and `bench` then load.
+# In the order of execution: the most telling lines come first, as the time may not suffice for all.
+# `engine-graphs` makes the model and compiles code that the engines of `steps` and `bench` then load.
 _ON_LOOP: dict[str, Any] = {"memory_gib": 20, "modules": _ENGINE}
 _ON_ENGINES: dict[str, Any] = {"memory_gib": 12, "modules": _ENGINE}
 _LINES_OF_LOOP = ("steps", "mismatch-bfloat16", "turns", "sync")
@@ -84,8 +84,8 @@ LINES = tuple(line for job in JOBS for line in job.lines)
 
 @dataclass(frozen=True, slots=True)
 class LineRecord:
-    """``state``: holds, fails, skipped for what the machine lacks, or not run for want of time. ``seconds``:
-    of the job that found it. ``reason``: why it was skipped or not run, or the error that ended it.
+    """``state``: holds, fails, skipped (the machine lacks something), or not run (no time left). ``seconds``:
+    of its job. ``reason``: why it was skipped or not run, or the error that ended it.
     """
 
     name: str
@@ -98,36 +98,36 @@ class LineRecord:
 
 
 class Check:
-    """Runs jobs as their lines are asked for, at most ``minutes`` together, and writes `gpu-check.json` to
-    the directory after each: figures, claims, the machine, and a bench.json, which `plan --bench` reads.
+    """Runs jobs when their lines are requested, for at most ``minutes`` in total, and writes `gpu-check.json`
+    to the directory after each: figures, claims, the machine, and a bench.json, which `plan --bench` reads.
     """
 
     def __init__(self, directory: Path, *, rehearsal: bool, minutes: float, gpus: int) -> None:
         self.directory, self.rehearsal, self.minutes = directory, rehearsal, minutes
         self._gpus, self._begin = gpus, time.monotonic()
-        self._known: dict[str, float] = {}
+        self._device_figures: dict[str, float] = {}
         self.lines: dict[str, LineRecord] = {}
         self._bench: dict[str, Any] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def line(self, name: str) -> LineRecord:
-        """Return what line ``name`` found. Its job runs, after `DEVICE`, whose figures all others need."""
+        """Return the record of line ``name``; run its job first, and before it `DEVICE` for its figures."""
         for job in (DEVICE, *(job for job in JOBS if name in job.lines)):
             if job.name not in self.lines:
                 self._run(job)
                 self._write()
         return self.lines[name]
 
-    def of_state(self, state: str) -> list[str]:
+    def lines_with_state(self, state: str) -> list[str]:
         return [line.name for line in self.lines.values() if line.state == state]
 
     def _run(self, job: CheckJob) -> None:
-        task = CheckTask(job.argument, self.rehearsal, self.directory, self._known)
+        task = CheckTask(job.argument, self.rehearsal, self.directory, self._device_figures)
         left_s = 60 * self.minutes - (time.monotonic() - self._begin)
         reason, state = "", "not run"
         if absent := list(missing(job, task, self._gpus)):
             reason, state = f"needs {', '.join(absent)}", "skipped"
-        elif job is not DEVICE and not self._known:
+        elif job is not DEVICE and not self._device_figures:
             reason = "`device` found nothing, and the others need its figures"
         elif job is not DEVICE and left_s < _LEAST_S:
             reason = "no time of --minutes was left for it"
@@ -137,34 +137,30 @@ class Check:
         limit_s = job.limit_s * (_PATIENCE if self.rehearsal else 1)
         end = run_job(job, task, limit_s=limit_s, left_s=math.inf if job is DEVICE else left_s)
         self.lines |= {record.name: record for record in records(job, end)}
-        self._bench = next((found.bench for found in end.found.values() if found.bench), self._bench)
+        self._bench = next((line.bench for line in end.findings.values() if line.bench), self._bench)
         if job is DEVICE:
-            self._known |= self.lines[job.name].figures
+            self._device_figures |= self.lines[job.name].figures
 
     def _write(self) -> None:
         machine, task = self.directory / "machine.json", CheckTask("", self.rehearsal, self.directory, {})
         lines = list(self.lines.values())
         plain = {
-            "kind": "gpu-check",
-            "schema": CHECK_SCHEMA,
-            "rehearsal": self.rehearsal,
+            "kind": "gpu-check", "schema": CHECK_SCHEMA, "rehearsal": self.rehearsal,
             "machine": json.loads(machine.read_text()) if machine.exists() else {},
-            "model": model_shape(task),
-            "seconds": time.monotonic() - self._begin,
-            "lines": [asdict(line) for line in lines],
-            "bench": self._bench,
+            "model": model_shape(task), "seconds": time.monotonic() - self._begin,
+            "lines": [asdict(line) for line in lines], "bench": self._bench,
             "figures": {name: value for line in lines for name, value in line.figures.items()},
-        }
+        }  # fmt: skip
         write_text(self.directory / "gpu-check.json", json.dumps(replace_nan(plain), indent=1) + "\n")
 
 
 def records(job: CheckJob, end: JobEnd) -> Iterator[LineRecord]:
-    """Yield the record of each line. A job that ends early leaves the lines that it reported as they are."""
+    """Yield the record of each line. Lines that a job reported before an early end stay valid."""
     for line in job.lines:
-        found = end.found.get(line)
-        if found is not None:
-            state = "holds" if found.holds else "fails"
-            yield LineRecord(line, state, end.seconds, found.figures, found.claims, found.notes)
+        findings = end.findings.get(line)
+        if findings is not None:
+            state = "holds" if findings.holds else "fails"
+            yield LineRecord(line, state, end.seconds, findings.figures, findings.claims, findings.notes)
         elif end.is_cut:
             reason = f"the time of --minutes was up after {end.seconds:.0f} s of it"
             yield LineRecord(line, "not run", end.seconds, reason=reason)
@@ -173,7 +169,7 @@ def records(job: CheckJob, end: JobEnd) -> Iterator[LineRecord]:
 
 
 def missing(job: CheckJob, task: CheckTask, gpus: int) -> Iterator[str]:
-    """Yield what of its needs this machine lacks. A rehearsal needs packages alone."""
+    """Yield the requirements that this machine lacks. A rehearsal only needs packages."""
     for module in job.modules:
         if find_spec(module) is None:
             yield f"{module}, which is not installed"
@@ -181,8 +177,8 @@ def missing(job: CheckJob, task: CheckTask, gpus: int) -> Iterator[str]:
         return
     if gpus < job.gpus:
         yield f"{job.gpus} GPUs, this machine has {gpus}"
-    memory = task.known.get("device/memory_bytes")
+    memory = task.device_figures.get("device/memory_bytes")
     if memory is not None and memory < job.memory_gib * _GIB:
         yield f"{job.memory_gib} GiB of GPU memory, this one has {memory / _GIB:.0f}"
-    if job.bfloat16 and task.known.get("device/bfloat16") == 0:
+    if job.bfloat16 and task.device_figures.get("device/bfloat16") == 0:
         yield "a GPU that computes bfloat16 (A100 and newer)"

@@ -1,4 +1,4 @@
-"""`make gpu-check`: the tests marked ``gpu`` run alone, with `pytest -m gpu`, and write `gpu-check.json`."""
+"""`make gpu-check`: only tests marked ``gpu`` run, with `pytest -m gpu`, and write `gpu-check.json`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from grpo_dist.errors import UserError
 from tests.gpu.check import Check
 
 _CHECK = pytest.StashKey[Check]()
-_INCOMPLETE = 6  # exit code: nothing fails, and lines were not run
+_INCOMPLETE = 6  # exit code: no line fails, but some were not run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu-check")
-    group.addoption("--rehearse", action="store_true", help="run what needs no GPU, tiny, on the CPU")
-    group.addoption("--minutes", type=float, default=10.0, help="for all lines together (default: 10)")
+    group.addoption("--rehearse", action="store_true", help="run the parts without a GPU, tiny, on the CPU")
+    group.addoption("--minutes", type=float, default=10.0, help="for all lines in total (default: 10)")
     group.addoption("--output", default="runs/gpu-check", help="directory of gpu-check.json and the logs")
 
 
 @pytest.hookimpl(trylast=True)  # after marks have selected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the check out of other runs of the suite, which rehearse its jobs."""
+    """Deselect the check in other runs of the suite, which rehearse its jobs."""
     if "gpu" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("gpu")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+        deselected = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in deselected]
+        config.hook.pytest_deselected(items=deselected)
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def check(request: pytest.FixtureRequest) -> Check:
 
 
 def new_check(rehearsal: bool, minutes: float, directory: Path) -> Check:
-    """Begin a check. Ends the session with one message where it cannot run."""
+    """Begin a check. End the session with one message if it cannot run."""
     from grpo_dist.runtime.hardware import usable_gpus
 
     if not 0 < minutes < math.inf:
@@ -69,7 +69,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         write(f"{line.name}: {line.state}, {line.seconds:.0f} s{reason}", red=line.state == "fails")
         for text in (*line.notes, *map(str, line.claims)):
             write(f"    {text}")
-    if left := check.of_state("not run"):
+    if left := check.lines_with_state("not run"):
         names = " or ".join(left)
         write(
             f"{len(left)} lines were not run; run them alone with: make gpu-check "
@@ -81,5 +81,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     check = session.config.stash.get(_CHECK, None)
-    if check is not None and exitstatus == 0 and check.of_state("not run"):
+    if check is not None and exitstatus == 0 and check.lines_with_state("not run"):
         session.exitstatus = _INCOMPLETE

@@ -1,4 +1,4 @@
-"""What the GPU reaches without this project: a large matrix product and copies; and how its work is timed."""
+"""The GPU's speed without this project: a large matrix product and copies; and helpers that time its work."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ _OTHER = "a healthy card reaches two thirds and more; less: shared, capped or th
 
 
 def device(task: CheckTask) -> Iterator[tuple[str, Findings]]:
-    kind, found = device_type(), Findings()
+    kind, findings = device_type(), Findings()
     (task.directory / "machine.json").write_text(json.dumps(machine_facts()))
     dtype = resolve_dtype("auto")
     host, pinning = _host_memory(_BYTES[kind])
-    rate, (within, to_host, from_host) = matmul_rate(dtype), _copies(host)
-    found.figures |= {
+    rate, (local, to_host, from_host) = matmul_rate(dtype), _copies(host)
+    findings.figures |= {
         "device/matrix_flops_per_s": rate,
-        "device/copy_bytes_per_s": within,
+        "device/copy_bytes_per_s": local,
         "device/to_host_bytes_per_s": to_host,
         "device/from_host_bytes_per_s": from_host,
         "device/pin_bytes_per_s": pinning,
     }
-    found.notes.append(
-        f"matrix product {written(rate, 'FLOP/s')}; copies within {written(within, 'B/s')}, "
+    findings.notes.append(
+        f"matrix product {written(rate, 'FLOP/s')}; copies within {written(local, 'B/s')}, "
         f"to the host {written(to_host, 'B/s')}, from it {written(from_host, 'B/s')}"
     )
-    found.true("rates are measured", min(rate, within, to_host, from_host) > 0, "others are shares of them")
+    findings.true("rates are measured", min(rate, local, to_host, from_host) > 0, "others are shares of them")
     if kind == "cuda":
-        _of_card(found, dtype)
-    yield "device", found
+        _check_card(findings, dtype)
+    yield "device", findings
 
 
-def _of_card(found: Findings, dtype: torch.dtype) -> None:
+def _check_card(findings: Findings, dtype: torch.dtype) -> None:
     properties = torch.cuda.get_device_properties(0)
-    found.figures |= {
+    findings.figures |= {
         "device/memory_bytes": float(properties.total_memory),
         "device/bfloat16": float(torch.cuda.is_bf16_supported(including_emulation=False)),
         "device/capability": properties.major + properties.minor / 10,
     }
     peak, card = card_peak(properties.name), card_called(properties.name)
     if peak and dtype == torch.bfloat16:
-        share = found.figures["device/matrix_flops_per_s"] / peak
-        found.figures["device/of_data_sheet"] = share
-        found.at_least("matrix product, share of the data sheet", share, 0.5, _OTHER)
+        share = findings.figures["device/matrix_flops_per_s"] / peak
+        findings.figures["device/of_data_sheet"] = share
+        findings.at_least("matrix product, share of the data sheet", share, 0.5, _OTHER)
     if card:
-        share = 2 * found.figures["device/copy_bytes_per_s"] / card.hbm  # each byte is read and written
-        found.at_least("copy within the device, share of its memory's rate", share, 0.5, _OTHER)
+        share = 2 * findings.figures["device/copy_bytes_per_s"] / card.hbm  # each byte is read and written
+        findings.at_least("copy within the device, share of its memory's rate", share, 0.5, _OTHER)
 
 
 def _host_memory(size: int) -> tuple[torch.Tensor, float]:
@@ -73,12 +73,12 @@ def _host_memory(size: int) -> tuple[torch.Tensor, float]:
 
 def _copies(host: torch.Tensor) -> tuple[float, float, float]:
     """Return bytes per second of copies within the device, to ``host``, and from it."""
-    own, other = (torch.ones(len(host), dtype=torch.uint8, device=this_device()) for _ in range(2))
+    source, other = (torch.ones(len(host), dtype=torch.uint8, device=this_device()) for _ in range(2))
 
     def rate(into: torch.Tensor, out: torch.Tensor) -> float:
         return len(host) / fastest_of(_REPEATS, lambda: into.copy_(out, non_blocking=True))
 
-    return rate(other, own), rate(host, own), rate(own, host)
+    return rate(other, source), rate(host, source), rate(source, host)
 
 
 def this_device() -> torch.device:
@@ -92,7 +92,7 @@ def synchronize() -> None:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return the seconds of one call of ``work``, with all that it started on the device."""
+    """Return the seconds of one call of ``work``, including all its work on the device."""
     synchronize()
     begin = time.perf_counter()
     work()
@@ -101,13 +101,13 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def fastest_of(repeats: int, work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of several calls; a first one is not counted."""
+    """Return the seconds of the fastest of several calls, after a warm-up call."""
     work()
     return min(seconds_of(work) for _ in range(repeats))
 
 
 def peak_bytes_of(work: Callable[[], object]) -> int:
-    """Return the most bytes that torch held on the GPU during ``work``, above those before it; 0 on a CPU."""
+    """Return torch's peak bytes on the GPU during ``work``, above the bytes before it; 0 on a CPU."""
     if device_type() == "cpu":
         work()
         return 0

@@ -1,5 +1,5 @@
-"""Engines: one in this process starts, samples, sleeps and wakes; one on a cluster is killed; one
-over two GPUs computes what the trainer computes.
+"""Engines: one in this process starts, samples, sleeps and wakes; one on a cluster is killed; one over two
+GPUs agrees with the trainer.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 _TOKENS, _TOKENS_REHEARSED = 128, 12
 _AT_ONCE = 16
-_SHARE = 0.3  # of the GPU's memory that the engine takes
+_SHARE = 0.3  # of the GPU's memory, for the engine
 _ALONE = "one request at a time: the same kernels on the same shapes"
 
 PROMPT = Prompt("p", np.arange(7, 16, dtype=np.int32), "", "gpu-check")  # less than a block of the cache
-_INTO_S = 0.05  # of the second sampling, when the engine is killed
-_TOKENS_KILLED = 512  # of the sample: no engine makes so many in that time
+_INTO_S = 0.05  # seconds into the second sampling, when the engine is killed
+_TOKENS_KILLED = 512  # tokens of the sample, more than any engine makes in that time
 _SEEDS = (1, 2, 3, 4)
 
 
 def engine_config(task: CheckTask, *, eager: bool, tokens: int | None = None, **rollout: Any) -> Config:
-    """Return a configuration for the sampling of one engine. ``tokens``: of a sample; None: a few."""
+    """Return a configuration for sampling with one engine. ``tokens``: per sample; None: a few."""
     tokens = tokens or (_TOKENS_REHEARSED if task.rehearsal else _TOKENS)
     sections = engine_sections(task, dtype=dtype_of(task), eager=eager)
     memory = {} if task.rehearsal else {"gpu_memory_utilization": _SHARE}
@@ -61,7 +61,7 @@ def engine_config(task: CheckTask, *, eager: bool, tokens: int | None = None, **
 
 
 def engine(task: CheckTask) -> Iterator[tuple[str, Findings]]:
-    from actors.workers.engine_settings import EngineSpec  # needs an engine, which other lines do not
+    from actors.workers.engine_settings import EngineSpec  # needs vLLM, which other lines do not
 
     eager = task.argument == "eager"
     config = engine_config(task, eager=eager)
@@ -75,21 +75,21 @@ def engine(task: CheckTask) -> Iterator[tuple[str, Findings]]:
 
 
 async def _eager(spec: EngineSpec, sampling: SamplingConfig, weights: int) -> Findings:
-    found = Findings()
-    engine = await _started(spec, found, "engine-eager")
+    findings = Findings()
+    engine = await _start(spec, findings, "engine-eager")
     alone = await _sample(engine, sampling, [1])
-    found.equal("tokens of a request", len(alone[0].completion_ids), sampling.longest, "asked")
+    findings.equal("tokens of a request", len(alone[0].completion_ids), sampling.longest, "asked")
     if device_type() == "cuda":
-        await _sleep(engine, weights, found, "engine-eager", keep_weights=True)
+        await _sleep(engine, weights, findings, "engine-eager", keep_weights=True)
         again = await _sample(engine, sampling, [1])
-        found.true("the same tokens after sleep and wake", same(alone, again), "the weights were kept")
+        findings.true("the same tokens after sleep and wake", same(alone, again), "the weights were kept")
     await engine.close()
-    return found
+    return findings
 
 
 async def _graphs(spec: EngineSpec, sampling: SamplingConfig, weights: int) -> dict[str, Findings]:
     started, seeds = Findings(), Findings()
-    engine = await _started(spec, started, "engine-graphs")
+    engine = await _start(spec, started, "engine-graphs")
     first = await _sample(engine, sampling, [1])
     started.equal("tokens of a request", len(first[0].completion_ids), sampling.longest, "asked")
     again, other = await _sample(engine, sampling, [1]), await _sample(engine, sampling, [2])
@@ -102,10 +102,7 @@ async def _graphs(spec: EngineSpec, sampling: SamplingConfig, weights: int) -> d
     repeated = await _sample(engine, sampling, many)
     tokens = sum(len(r.completion_ids) for r in batch)
     equal = sum(same([a], [b]) for a, b in zip(batch, repeated, strict=True)) / _AT_ONCE
-    seeds.figures |= {
-        "seeds/same_in_batches": equal,
-        "engine-graphs/tokens_per_s": tokens / seconds,
-    }
+    seeds.figures |= {"seeds/same_in_batches": equal, "engine-graphs/tokens_per_s": tokens / seconds}
     seeds.notes.append(
         f"{_AT_ONCE} at once: {written(equal, '%')} the same again, as their kernels may differ"
     )
@@ -118,15 +115,15 @@ async def _graphs(spec: EngineSpec, sampling: SamplingConfig, weights: int) -> d
     return {"engine-graphs": started, "seeds": seeds}
 
 
-async def _started(spec: EngineSpec, found: Findings, name: str) -> Any:
+async def _start(spec: EngineSpec, findings: Findings, name: str) -> Any:
     """Start the engine as a colocated rollout worker does, without an actor."""
     from actors.workers.rollout import RolloutWorker  # as in `measure`
 
     engine = RolloutWorker(spec)
     begin = time.perf_counter()
     await engine.start()
-    found.figures[f"{name}/start_s"] = time.perf_counter() - begin
-    found.notes.append(f"started in {written(time.perf_counter() - begin, 's')}")
+    findings.figures[f"{name}/start_s"] = time.perf_counter() - begin
+    findings.notes.append(f"started in {written(time.perf_counter() - begin, 's')}")
     return engine
 
 
@@ -136,25 +133,25 @@ async def _sample(engine: Any, settings: SamplingConfig, seeds: Sequence[int]) -
     return list(await engine.sample(PROMPT, list(seeds), sampling))
 
 
-async def _sleep(engine: Any, weights: int, found: Findings, name: str, *, keep_weights: bool) -> None:
-    """Claim that the engine, with so many bytes of ``weights``, frees its memory and takes it again."""
+async def _sleep(engine: Any, weights: int, findings: Findings, name: str, *, keep_weights: bool) -> None:
+    """Claim that the engine, with ``weights`` bytes of weights, frees its memory and reclaims it."""
     awake = torch.cuda.mem_get_info()[0]
     begin = time.perf_counter()
     await engine.sleep(keep_weights)
     slept = time.perf_counter()
     freed = torch.cuda.mem_get_info()[0] - awake
     await engine.wake_up(None)
-    found.figures |= {
+    findings.figures |= {
         f"{name}/sleep_s": slept - begin,
         f"{name}/wake_s": time.perf_counter() - slept,
         f"{name}/freed_bytes": float(freed),
     }
-    sleep_s, wake_s = (written(found.figures[f"{name}/{part}_s"], "s") for part in ("sleep", "wake"))
-    found.notes.append(f"{written(freed, 'B')} freed in {sleep_s}, taken again in {wake_s}")
+    sleep_s, wake_s = (written(findings.figures[f"{name}/{part}_s"], "s") for part in ("sleep", "wake"))
+    findings.notes.append(f"{written(freed, 'B')} freed in {sleep_s}, taken again in {wake_s}")
     total = torch.cuda.get_device_properties(0).total_memory
-    # The engine's share holds weights, cache and what a step computes with.
+    # The engine's share holds weights, cache and a step's activations.
     expected = 0.5 * (_SHARE * total - weights) + weights
-    found.at_least("bytes freed asleep", freed, expected, "the weights, and most of the engine's share")
+    findings.at_least("bytes freed asleep", freed, expected, "the weights, and most of the engine's share")
 
 
 @asynccontextmanager
@@ -168,10 +165,10 @@ async def sampling_engines(config: Config) -> AsyncIterator[Any]:
         yield samplers.rollouts
 
 
-async def sampled(
+async def request_samples(
     rollouts: Any, cluster: ClusterConfig, settings: SamplingConfig, seeds: Sequence[int]
 ) -> list[Rollout]:
-    """Return a sample of `PROMPT` for each of ``seeds``, of `sampling.max_new_tokens` tokens."""
+    """Return a sample of `PROMPT` for each of ``seeds``, each with `sampling.max_new_tokens` tokens."""
     tokens, limit_s = settings.longest, cluster.timeouts.sample_s
     sampling = Sampling(max_new_tokens=tokens, lengths=(tokens,) * len(seeds))
     async with deadline(limit_s, "samples of the check"):
@@ -184,70 +181,67 @@ def same(a: Sequence[Rollout], b: Sequence[Rollout]) -> bool:
 
 
 def replace(task: CheckTask) -> Iterator[tuple[str, Findings]]:
-    yield "replace", asyncio.run(_replaced(task))
+    yield "replace", asyncio.run(_replace_engine(task))
 
 
-async def _replaced(task: CheckTask) -> Findings:
-    found, config = Findings(), engine_config(task, eager=True, tokens=_TOKENS_KILLED)
+async def _replace_engine(task: CheckTask) -> Findings:
+    findings, config = Findings(), engine_config(task, eager=True, tokens=_TOKENS_KILLED)
     async with sampling_engines(config) as rollouts:
-        before = await sampled(rollouts, config.cluster, config.sampling, [1])
+        before = await request_samples(rollouts, config.cluster, config.sampling, [1])
         pending = asyncio.create_task(
-            sampled(rollouts, config.cluster, config.sampling, [1]), name="samples of a killed engine"
+            request_samples(rollouts, config.cluster, config.sampling, [1]), name="samples of a killed engine"
         )
         await asyncio.sleep(_INTO_S)
         begin = time.perf_counter()
         engines = _engine_processes()
         for process in engines:
             os.kill(process, signal.SIGKILL)
-        after = await pending  # bounded: by the deadline of `sampled`
-        found.figures["replace/sampled_again_s"] = time.perf_counter() - begin
-        seconds = written(found.figures["replace/sampled_again_s"], "s")
-        found.notes.append(f"samples of the new engine {seconds} after the kill")
-        found.equal("engines killed", len(engines), 1, "the only one")
-        found.equal("engines replaced", rollouts.team.restarted(), 1, "it was lost once")
-        found.true("the same samples from the new engine", same(before, after), "the same seed, alone")
-    return found
+        after = await pending  # bounded: by the deadline of `request_samples`
+        findings.figures["replace/sampled_again_s"] = time.perf_counter() - begin
+        seconds = written(findings.figures["replace/sampled_again_s"], "s")
+        findings.notes.append(f"samples of the new engine {seconds} after the kill")
+        findings.equal("engines killed", len(engines), 1, "the only one")
+        findings.equal("engines replaced", rollouts.team.restarted(), 1, "it was lost once")
+        findings.true("the same samples from the new engine", same(before, after), "the same seed, alone")
+    return findings
 
 
 def _engine_processes() -> list[int]:
-    """Return the engines' actors, which Ray started for this process."""
-    found = []
+    """Return the process ids of the engines' actors that Ray started for this process."""
+    pids = []
     for process in psutil.Process().children(recursive=True):
         try:
             title = " ".join(process.cmdline())
         except psutil.Error:  # it has ended
             continue
         if title.startswith("ray::RolloutWorker"):
-            found.append(process.pid)
-    return found
+            pids.append(process.pid)
+    return pids
 
 
 def tensor_parallel(task: CheckTask) -> Iterator[tuple[str, Findings]]:
-    found = Findings()
-    # A CPU's engine has no tensor parallelism; all the rest is the same.
+    findings = Findings()
+    # An engine on a CPU has no tensor parallelism; the rest is the same.
     config = engine_config(task, eager=True, tensor_parallel_size=1 if task.rehearsal else 2)
-    rollouts = asyncio.run(_samples(sampling_engines(config), config.cluster, config.sampling, found))
+    rollouts = asyncio.run(_samples(sampling_engines(config), config.cluster, config.sampling, findings))
     bound, why = BOUNDS[dtype_of(task)], "the sync probe's bound"
     apart = _differences(trainer_sections(config), rollouts, longest=config.sampling.longest)
-    found.at_most("log-probs of trainer and engine: nats a token", float(np.abs(apart).mean()), bound, why)
-    yield "tensor-parallel", found
+    findings.at_most("log-probs of trainer and engine: nats a token", float(np.abs(apart).mean()), bound, why)
+    yield "tensor-parallel", findings
 
 
 async def _samples(
     engines: AbstractAsyncContextManager[Any],
     cluster: ClusterConfig,
     sampling: SamplingConfig,
-    found: Findings,
+    findings: Findings,
 ) -> list[Rollout]:
     begin = time.perf_counter()
     async with engines as rollouts:
-        found.figures["tensor-parallel/start_s"] = time.perf_counter() - begin
-        samples = await sampled(rollouts, cluster, sampling, _SEEDS)
-        one, again = (
-            await sampled(rollouts, cluster, sampling, [1]),
-            await sampled(rollouts, cluster, sampling, [1]),
-        )
-        found.true("the same seed, the same tokens", same(one, again), "one request at a time")
+        findings.figures["tensor-parallel/start_s"] = time.perf_counter() - begin
+        samples = await request_samples(rollouts, cluster, sampling, _SEEDS)
+        one, again = [await request_samples(rollouts, cluster, sampling, [1]) for _ in range(2)]
+        findings.true("the same seed, the same tokens", same(one, again), "one request at a time")
     return samples
 
 
@@ -256,5 +250,5 @@ def _differences(sections: TrainerSections, rollouts: Sequence[Rollout], *, long
     rewards = np.zeros(len(rollouts), np.float32)
     group = Group(PROMPT, tuple(rollouts), rewards, {}, ("",) * len(rollouts))
     batch = make_batch([group], [rewards], ref_logprobs=None, max_new_tokens=longest)
-    own: np.ndarray = trainer_logprobs(sections, batch) - batch.policy.rollout_logprobs.numpy()
-    return own[batch.policy.mask.numpy()]
+    gaps: np.ndarray = trainer_logprobs(sections, batch) - batch.policy.rollout_logprobs.numpy()
+    return gaps[batch.policy.mask.numpy()]

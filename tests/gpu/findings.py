@@ -1,16 +1,16 @@
-"""What one line of the check found: figures by name, and claims with the bound of each."""
+"""The findings of one line of the check: figures by name, and claims with the bound of each."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-YES = "yes"  # the bound of what is so or is not
+YES = "yes"  # the bound of a claim without a number
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """``what`` was measured as ``value``. ``bound``: what it is held to; ``why``: where that comes from."""
+    """``what`` was measured as ``value``; it must meet ``bound``. ``why``: the source of the bound."""
 
     what: str
     value: float
@@ -48,7 +48,7 @@ class Findings:
         self.claims.append(Claim(what, float(value), bound, why, bool(value == expected)))
 
     def true(self, what: str, holds: object, why: str) -> None:
-        """Claim that ``what`` is so."""
+        """Claim that ``what`` is true."""
         self.claims.append(Claim(what, float(bool(holds)), YES, why, bool(holds)))
 
     @property
@@ -56,12 +56,12 @@ class Findings:
         return all(claim.holds for claim in self.claims)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return the findings as JSON types."""
         return asdict(self)
 
     @classmethod
-    def of(cls, plain: dict[str, Any]) -> Findings:
-        """Make it from the output of `plain`."""
+    def from_plain(cls, plain: dict[str, Any]) -> Findings:
+        """Make the findings from the output of `plain`."""
         return cls(**plain | {"claims": [Claim(**claim) for claim in plain["claims"]]})
 
 

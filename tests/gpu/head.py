@@ -1,4 +1,4 @@
-"""The LM head in bfloat16: its values and gradients by their definition, its speed, and its memory."""
+"""The LM head in bfloat16: values and gradients against their definition, speed, and memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Operands:
     chunk: int
 
     @classmethod
-    def made(cls, task: CheckTask, tokens: int) -> _Operands:
+    def random(cls, task: CheckTask, tokens: int) -> _Operands:
         shape = model_shape(task)
         width, vocabulary = shape["hidden_size"], shape["vocab_size"]
         generator = torch.Generator().manual_seed(0)
@@ -46,76 +46,72 @@ class _Operands:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         values, entropies, _ = selected_logprobs(
-            self.rows,
-            self.weight,
-            self.targets,
-            temperature=_TEMPERATURE,
-            chunk_tokens=self.chunk,
+            self.rows, self.weight, self.targets, temperature=_TEMPERATURE, chunk_tokens=self.chunk,
             with_entropy=True,
-        )
+        )  # fmt: skip
         assert entropies is not None
         return values, entropies
 
 
 def head(task: CheckTask) -> Iterator[tuple[str, Findings]]:
-    found = Findings()
-    _values(task, found)
+    findings = Findings()
+    _values(task, findings)
     if this_device().type == "cuda":
-        _speed_and_memory(task, found)
-    yield "head", found
+        _speed_and_memory(task, findings)
+    yield "head", findings
 
 
-def _values(task: CheckTask, found: Findings) -> None:
-    own = _Operands.made(task, 64 if task.rehearsal else _COMPARED)
-    factor = torch.linspace(-1, 1, len(own.targets), device=this_device())
-    values, entropies = own.forward()
+def _values(task: CheckTask, findings: Findings) -> None:
+    operands = _Operands.random(task, 64 if task.rehearsal else _COMPARED)
+    factor = torch.linspace(-1, 1, len(operands.targets), device=this_device())
+    values, entropies = operands.forward()
     (values * factor).sum().backward()
-    exact, exact_entropies, *gradients = _exact(own, factor)
-    # A logit is a sum of as many products as the model is wide; products of bfloat16 are exact in float32.
-    width, largest = own.rows.shape[1], float(exact.detach().abs().max())
+    exact, exact_entropies, *gradients = _exact(operands, factor)
+    # A logit is a sum of hidden-size products; products of bfloat16 are exact in float32.
+    width, largest = operands.rows.shape[1], float(exact.detach().abs().max())
     bound = 16 * math.sqrt(width) * ROUNDING[torch.float32] * largest
     why = (
         f"16 times what a float32 sum of {width} products is expected to be off; logits rounded to bfloat16 "
         f"are off by {ROUNDING[torch.bfloat16] * largest:.1g}"
     )
-    found.at_most("log-probs, largest error in nats", _largest(values, exact), bound, why)
-    found.at_most("entropies, largest error in nats", _largest(entropies, exact_entropies), bound, why)
+    findings.at_most("log-probs, largest error in nats", _largest_gap(values, exact), bound, why)
+    findings.at_most("entropies, largest error in nats", _largest_gap(entropies, exact_entropies), bound, why)
     for name, reference in zip(("rows", "weight"), gradients, strict=True):
-        a, b = getattr(own, name).grad.double(), reference.double()
+        a, b = getattr(operands, name).grad.double(), reference.double()
         error, bound = float((a - b).norm() / b.norm()), 4 * ROUNDING[torch.bfloat16]
         why = "4 roundings of bfloat16: the logits' gradient and the result, twice each at most"
-        found.at_most(f"gradient of the {name}, relative error", error, bound, why)
+        findings.at_most(f"gradient of the {name}, relative error", error, bound, why)
 
 
-def _exact(own: _Operands, factor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probs and entropies by their definition, and the gradients of rows and weight where those of
-    the log-probs are ``factor``: products in float32, all else in float64, a few rows at a time.
+def _exact(operands: _Operands, factor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probs and entropies by their definition, and the gradients of rows and weight for the
+    upstream gradient ``factor``: products in float32, the rest in float64, a few rows at a time.
     """
-    rows, weight = (t.detach().float().requires_grad_() for t in (own.rows, own.weight))
+    rows, weight = (t.detach().float().requires_grad_() for t in (operands.rows, operands.weight))
     values, entropies = [], []
     for start in range(0, len(rows), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
         logp = ((rows[part] @ weight.T).double() / _TEMPERATURE).log_softmax(dim=1)
-        values.append(logp.gather(1, own.targets[part, None])[:, 0])
+        values.append(logp.gather(1, operands.targets[part, None])[:, 0])
         (values[-1] * factor[part]).sum().backward()
         entropies.append(torch.special.entr(logp.detach().exp()).sum(dim=1))
     assert rows.grad is not None and weight.grad is not None
     return torch.cat(values).detach(), torch.cat(entropies), rows.grad, weight.grad
 
 
-def _largest(value: Tensor, exact: Tensor) -> float:
+def _largest_gap(value: Tensor, exact: Tensor) -> float:
     return float((value.detach() - exact.detach()).abs().max())
 
 
-def _speed_and_memory(task: CheckTask, found: Findings) -> None:
-    own = _Operands.made(task, _TIMED)
+def _speed_and_memory(task: CheckTask, findings: Findings) -> None:
+    operands = _Operands.random(task, _TIMED)
     values: list[Tensor] = []
 
     def forward() -> None:
-        values[:] = [own.forward()[0]]
+        values[:] = [operands.forward()[0]]
 
     def backward() -> None:
-        own.rows.grad = own.weight.grad = None
+        operands.rows.grad = operands.weight.grad = None
         values.pop().sum().backward()
 
     def both() -> None:
@@ -123,8 +119,8 @@ def _speed_and_memory(task: CheckTask, found: Findings) -> None:
         backward()
 
     both()
-    operations = 2.0 * own.rows.numel() * own.weight.shape[0]
-    rate = task.known["device/matrix_flops_per_s"]
+    operations = 2.0 * operands.rows.numel() * operands.weight.shape[0]
+    rate = task.device_figures["device/matrix_flops_per_s"]
     for name, work, passes in (("forward", forward, 1), ("backward", backward, 3)):
         fastest = float("inf")
         for _ in range(3):
@@ -132,14 +128,14 @@ def _speed_and_memory(task: CheckTask, found: Findings) -> None:
                 forward()
             fastest = min(fastest, seconds_of(work))
         share = passes * operations / fastest / rate
-        found.figures |= {f"head/{name}_s": fastest, f"head/{name}_of_matrix_rate": share}
-        found.notes.append(f"{name} {written(fastest, 's')}, {written(share, '%')} of the matrix rate")
-        found.at_least(f"{name}, share of the matrix rate", share, 0.15, _CORES)
+        findings.figures |= {f"head/{name}_s": fastest, f"head/{name}_of_matrix_rate": share}
+        findings.notes.append(f"{name} {written(fastest, 's')}, {written(share, '%')} of the matrix rate")
+        findings.at_least(f"{name}, share of the matrix rate", share, 0.15, _CORES)
     values.clear()
-    own.rows.grad = own.weight.grad = None
+    operands.rows.grad = operands.weight.grad = None
     size = update_size(task, dtype=dtype_of(task), zero_stage=1)
     config = update_config(task, size, dtype=dtype_of(task), zero_stage=1)
-    expected, peak = planned(task, config, size).parts["logits"], peak_bytes_of(both)
-    found.figures |= {"head/peak_bytes": float(peak), "head/planned_bytes": float(expected)}
-    found.notes.append(f"peak {written(peak, 'B')}, planned {written(expected, 'B')}")
-    found.at_most("peak memory, off from plan", abs(peak / expected - 1), 0.05, "plan counts these buffers")
+    budget, peak = planned(task, config, size).parts["logits"], peak_bytes_of(both)
+    findings.figures |= {"head/peak_bytes": float(peak), "head/planned_bytes": float(budget)}
+    findings.notes.append(f"peak {written(peak, 'B')}, planned {written(budget, 'B')}")
+    findings.at_most("peak memory, off from plan", abs(peak / budget - 1), 0.05, "plan counts these buffers")

@@ -1,4 +1,4 @@
-"""Three steps of the real loop: what the engine and the trainer compute, their turns, and the weight sync."""
+"""Three steps of the real loop: agreement of engine and trainer, their turns on the GPU, and weight sync."""
 
 from __future__ import annotations
 
@@ -35,30 +35,20 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class LoopSize:
-    """How much a step samples.
-
-    Attributes:
-        prompts: of a step.
-        samples: of each prompt.
-        completion: tokens of each sample.
-    """
-
-    prompts: int
-    samples: int
-    completion: int
+    prompts: int  # per step
+    samples: int  # per prompt
+    completion: int  # tokens per sample
 
 
 _SIZES = {False: LoopSize(16, 8, 256), True: LoopSize(2, 4, 12)}  # by whether it is a rehearsal
 
 
 def loop_config(task: CheckTask, *, dtype: str, **sections: dict[str, Any]) -> Config:
-    """Return the configuration of a colocated run with random weights.
-
-    Every step is probed, and no probe ends it: the lines judge what it finds. The learning rate is high, so
-    that an engine with the weights of the step before is far off.
+    """Return the configuration of a colocated run with random weights. Every step is probed, and no probe
+    ends the run: the lines judge the results. A high learning rate exposes an engine with old weights.
     """
     size, engine = _SIZES[task.rehearsal], engine_sections(task, dtype=dtype, eager=dtype == "float32")
-    own: dict[str, dict[str, Any]] = {
+    base: dict[str, dict[str, Any]] = {
         "model": engine["model"],
         "data": {
             "train": [{"path": "demo:add3", "split": "train"}],
@@ -82,47 +72,43 @@ def loop_config(task: CheckTask, *, dtype: str, **sections: dict[str, Any]) -> C
         "cluster": {"placement": "colocated"},
     }
     for name, section in sections.items():
-        own[name] = own.get(name, {}) | section
+        base[name] = base.get(name, {}) | section
     return Config.model_validate(
-        {"name": "gpu-check", "output_dir": str(task.directory), "steps": STEPS, **own}
+        {"name": "gpu-check", "output_dir": str(task.directory), "steps": STEPS, **base}
     )
 
 
 _KEPT = ("loop/", "generation/", "training/", "sync/", "of_limit/", "share/", "limit/")
 _SHOWN = (
-    "loop/tokens_per_s",
-    "of_limit/generation",
-    "of_limit/training",
-    "of_limit/sync",
-    "loop/step_over_limit",
-)
-_STAGE = "the same work without the loop; at half of its speed the loop takes another path"
+    "loop/tokens_per_s", "of_limit/generation", "of_limit/training", "of_limit/sync", "loop/step_over_limit",
+)  # fmt: skip
+_STAGE = "the same work without the loop; at half its speed the loop takes a slow path"
 _TURN = "time/turn_"
 _OFFLOAD, _OFFLOAD_PART, _BUSY = f"{_TURN}policy_offload_s", "time/policy_offload_", "_busy_s"
 _SYNC = ("stop", "travel", "take")  # parts of a weight sync, without the turns before and after it
 _PROBE, _UPDATE = "probe/logprob_diff_mean", "mismatch/logprob_diff_mean"
-_TELLING = 2  # steps after which engines have had weights that moved
+_TELLING = 2  # number of steps after which engines have received updated weights
 
 
 def loop(task: CheckTask) -> Iterator[tuple[str, Findings]]:
-    """Yield lines from the second step on, which is the first with weights that moved, and again after each
-    later one. `steps` is known once the loop and its workers have ended.
+    """Yield the lines after the second step, the first with updated weights, and again after each later one.
+    `steps` follows once the loop and its workers have ended.
     """
     dtype = "float32" if task.argument == "float32" else dtype_of(task)
     config = loop_config(task, dtype=dtype)
     parameters = model_of(config.model, config.sft, config.seed).parameters
     size = parameters * resolve_dtype(config.model.dtype).itemsize
     records: Sequence[StepRecord] = []
-    for records in as_they_come(steps_of(config, task)):
-        for line, found in _so_far(task, records, dtype, size) if len(records) >= _TELLING else ():
+    for records in iterate(steps_of(config, task)):
+        for line, findings in _lines_so_far(task, records, dtype, size) if len(records) >= _TELLING else ():
             if len(records) < STEPS:
-                found.notes.append(f"after {len(records)} of {STEPS} steps")
-            yield line, found
+                findings.notes.append(f"after {len(records)} of {STEPS} steps")
+            yield line, findings
     if task.argument != "float32":
         yield "steps", _steps(records)
 
 
-def _so_far(
+def _lines_so_far(
     task: CheckTask, records: Sequence[StepRecord], dtype: str, size: int
 ) -> Iterator[tuple[str, Findings]]:
     name = f"mismatch-{task.argument}"
@@ -134,82 +120,82 @@ def _so_far(
 
 def mismatch(records: Sequence[StepRecord], name: str, dtype: str) -> Findings:
     """Hold |trainer - engine| log-probs to the bound of the sync probe, at every version."""
-    found, why = Findings(), f"the sync probe's bound in {dtype}; the weights move far in a step"
+    findings, why = Findings(), f"the sync probe's bound in {dtype}; the weights move far in a step"
     for step, record in enumerate(records):
         for key, what in ((_PROBE, "fresh samples"), (_UPDATE, "samples of the step")):
             value = record.metrics.get(key, math.nan)
-            found.figures[f"{name}/{'probe' if key == _PROBE else 'update'}_{step}"] = value
-            found.at_most(f"version {step}, {what}: nats a token", value, BOUNDS[dtype], why)
-    return found
+            findings.figures[f"{name}/{'probe' if key == _PROBE else 'update'}_{step}"] = value
+            findings.at_most(f"version {step}, {what}: nats a token", value, BOUNDS[dtype], why)
+    return findings
 
 
 def _steps(records: Sequence[StepRecord]) -> Findings:
-    found = Findings()
-    found.equal("steps", len(records), STEPS, "asked")
+    findings = Findings()
+    findings.equal("steps", len(records), STEPS, "asked")
     for step, record in enumerate(records):
-        found.figures[f"steps/step_{step}_s"] = record.seconds
-        found.notes.append(f"step {step + 1}: {written(record.seconds, 's')}")
+        findings.figures[f"steps/step_{step}_s"] = record.seconds
+        findings.notes.append(f"step {step + 1}: {written(record.seconds, 's')}")
         norm = record.metrics.get("policy/grad_norm", math.nan)
-        found.at_least(f"step {step + 1}: norm of the gradient", norm, 1e-12, "rewards differ in groups")
-    for name in (SKIPPED, BAD_WEIGHTS):
-        found.equal(name, sum(r.metrics.get(name, math.nan) for r in records), 0, "every update is applied")
-    return found
+        findings.at_least(f"step {step + 1}: norm of the gradient", norm, 1e-12, "rewards differ in groups")
+    for key in (SKIPPED, BAD_WEIGHTS):
+        findings.equal(key, sum(r.metrics.get(key, math.nan) for r in records), 0, "every update is applied")
+    return findings
 
 
 def _turns(records: Sequence[StepRecord]) -> Findings:
-    """Report the seconds of each part, of the last step: the first ones allocate and compile. Those of an
-    offload are of both in a step, before the push and after it.
+    """Report the seconds of each part in the last step: the first ones allocate and compile. A step has two
+    offloads, before and after the push; their seconds are summed.
     """
-    found, last = Findings(), records[-1].metrics
+    findings, last = Findings(), records[-1].metrics
     parts = {key: value for key, value in last.items() if key.startswith(_TURN)}
-    found.figures |= {f"turns/{key.removeprefix(_TURN)}": value for key, value in parts.items()}
-    found.figures["turns/all_s"] = sum(parts.values())
-    found.figures["turns/policy_offload_first_s"] = records[0].metrics.get(_OFFLOAD, math.nan)
+    findings.figures |= {f"turns/{key.removeprefix(_TURN)}": value for key, value in parts.items()}
+    findings.figures["turns/all_s"] = sum(parts.values())
+    findings.figures["turns/policy_offload_first_s"] = records[0].metrics.get(_OFFLOAD, math.nan)
     busy = {key: value for key, value in last.items() if key.startswith(_OFFLOAD_PART)}
     inside = {f"time/{key.removeprefix('time/policy_').removesuffix(_BUSY)}_s": v for key, v in busy.items()}
-    found.figures |= offload_parts("turns", inside, last.get(_OFFLOAD, math.nan))
-    found.notes += [f"{key.removeprefix(_TURN)[:-2]}: {written(value, 's')}" for key, value in parts.items()]
+    findings.figures |= offload_parts("turns", inside, last.get(_OFFLOAD, math.nan))
+    findings.notes += [f"{key.removeprefix(_TURN)[:-2]}: {written(v, 's')}" for key, v in parts.items()]
     names = ("engines_sleep", "engines_wake", "policy_reload", "policy_offload")
     timed = [name for name in names if f"{_TURN}{name}_s" in parts]
-    found.equal("parts of a turn that took place", len(timed), len(names), ", ".join(names))
-    return found
+    findings.equal("parts of a turn that took place", len(timed), len(names), ", ".join(names))
+    return findings
 
 
 def _sync(task: CheckTask, records: Sequence[StepRecord], expected: int) -> Findings:
-    found, last = Findings(), records[-1].metrics
+    findings, last = Findings(), records[-1].metrics
     sent = last.get("sync/bytes", math.nan)
     seconds = sum(last.get(f"time/sync_{part}_s", math.nan) for part in _SYNC)
-    found.equal("bytes of a sync", sent, expected, "every parameter once, in the dtype of the model")
+    findings.equal("bytes of a sync", sent, expected, "every parameter once, in the dtype of the model")
     travel = last.get("time/sync_travel_s", math.nan)
-    found.figures |= {
+    findings.figures |= {
         "sync/bytes": sent,
         "sync/bytes_per_s": sent / seconds,
-        "sync/of_copy": sent / seconds / task.known["device/copy_bytes_per_s"],
+        "sync/of_copy": sent / seconds / task.device_figures["device/copy_bytes_per_s"],
         "sync/travel_bytes_per_s": sent / travel,
-        "sync/travel_of_copy": sent / travel / task.known["device/copy_bytes_per_s"],
+        "sync/travel_of_copy": sent / travel / task.device_figures["device/copy_bytes_per_s"],
         **{
             f"sync/{key.removeprefix('time/sync_')}": v
             for key, v in last.items()
             if key.startswith("time/sync_")
         },
     }
-    rate, of_copy = written(sent / seconds, "B/s"), written(found.figures["sync/of_copy"], "%")
-    travel_share = written(found.figures["sync/travel_of_copy"], "%")
-    found.notes.append(
+    rate, of_copy = written(sent / seconds, "B/s"), written(findings.figures["sync/of_copy"], "%")
+    travel_share = written(findings.figures["sync/travel_of_copy"], "%")
+    findings.notes.append(
         f"{written(sent, 'B')} at {rate}, {of_copy} of a copy; travelling alone {travel_share}"
     )
-    return found
+    return findings
 
 
 async def steps_of(config: Config, task: CheckTask) -> AsyncIterator[list[StepRecord]]:
-    """Run the steps of ``config`` on a cluster of this machine; yield the records so far after each step."""
+    """Run the steps of ``config`` on this machine's cluster; yield the records so far after each step."""
     from actors.cluster import Cluster  # needs Ray, which other lines do not
 
     inputs = load_inputs(config, print_line, device=device_type())
     async with Cluster(config, inputs.teacher_dirs) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(inputs.model_dir)
-        done = asyncio.Queue[bool]()  # True: a step, False: all of them, or an error
+        done = asyncio.Queue[bool]()  # True: a step is done, False: all are, or an error
 
         def after(step: int, metrics: dict[str, float]) -> None:
             print_line(step_line(step, metrics))
@@ -228,8 +214,8 @@ async def steps_of(config: Config, task: CheckTask) -> AsyncIterator[list[StepRe
             steps.cancel()
 
 
-def as_they_come(values: AsyncIterator[T]) -> Iterator[T]:
-    """Yield ``values`` as soon as each is there, for a caller without an event loop."""
+def iterate(values: AsyncIterator[T]) -> Iterator[T]:
+    """Yield ``values`` as they arrive, for a caller without an event loop."""
 
     async def following() -> T | None:
         return await anext(values, None)
@@ -241,7 +227,7 @@ def as_they_come(values: AsyncIterator[T]) -> Iterator[T]:
 
 def short_bench(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     """Benchmark the loop with the limits of its stages; `plan` is calibrated with the result."""
-    found = Findings()
+    findings = Findings()
     sections: dict[str, dict[str, Any]] = {
         "bench": {"warmup_steps": 1, "steps": 2, "lengths": _lengths(task)},
         "weight_sync": {"probe_every": 0},
@@ -252,21 +238,21 @@ def short_bench(task: CheckTask) -> Iterator[tuple[str, Findings]]:
         sections["sampling"] = {"max_new_tokens": 512}
     config = loop_config(task, dtype=dtype_of(task), **sections)
     directory = bench(config.model_copy(update={"name": "bench"}))
-    found.bench = json.loads((Path(directory) / "bench.json").read_text())
-    if not task.rehearsal:  # `plan` knows that shape by name, wherever it reads the record
-        found.bench["config"]["model"]["path"] = SHAPE_OF
-    figures = found.bench["figures"]
-    found.figures |= {f"bench/{key}": v for key, v in figures.items() if key.startswith(_KEPT)}
-    found.notes += [f"{FIGURES[key].label}: {show(figures, key)}" for key in _SHOWN if key in figures]
+    findings.bench = json.loads((Path(directory) / "bench.json").read_text())
+    if not task.rehearsal:  # `plan` knows this shape by name, on any machine
+        findings.bench["config"]["model"]["path"] = SHAPE_OF
+    figures = findings.bench["figures"]
+    findings.figures |= {f"bench/{key}": v for key, v in figures.items() if key.startswith(_KEPT)}
+    findings.notes += [f"{FIGURES[key].label}: {show(figures, key)}" for key in _SHOWN if key in figures]
     shares = sum(value for key, value in figures.items() if key.startswith("share/"))
-    found.at_most("shares of a step's time, off from 1", abs(shares - 1), 1e-6, "every moment counts once")
-    steps = len(found.bench["decode_steps"])
-    found.at_least("single steps of an engine", steps, 1, "`plan` takes the speed of decoding from them")
+    findings.at_most("shares of a step's time, off from 1", abs(shares - 1), 1e-6, "every moment counts once")
+    steps = len(findings.bench["decode_steps"])
+    findings.at_least("single steps of an engine", steps, 1, "`plan` takes the speed of decoding from them")
     if not task.rehearsal:
         for stage in ("generation", "training"):
             share = figures.get(f"of_limit/{stage}", math.nan)
-            found.at_least(f"{stage}, share of its limit", share, 0.5, _STAGE)
-    yield "bench", found
+            findings.at_least(f"{stage}, share of its limit", share, 0.5, _STAGE)
+    yield "bench", findings
 
 
 def _lengths(task: CheckTask) -> dict[str, object]:

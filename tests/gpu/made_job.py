@@ -1,4 +1,4 @@
-"""A job of `make gpu-check` that ends as its argument says."""
+"""A fake job of `make gpu-check`, whose argument selects how it ends."""
 
 import ctypes
 import json
@@ -14,13 +14,13 @@ LEFT = "import time; time.sleep(600)"
 def measure(task):
     if task.argument == "device":
         (task.directory / "machine.json").write_text(json.dumps({"gpu": "NVIDIA H100 80GB HBM3", "gpus": 1}))
-    held = Findings({"made/number": 2.0})
-    held.at_most("number", 2.0, 3.0, "made")
-    yield "first", held
+    passing = Findings({"made/number": 2.0})
+    passing.at_most("number", 2.0, 3.0, "made")
+    yield "first", passing
     if task.argument == "wrong":
-        wrong = Findings()
-        wrong.at_least("number", 2.0, 3.0, "made")
-        yield "second", wrong
+        failing = Findings()
+        failing.at_least("number", 2.0, 3.0, "made")
+        yield "second", failing
     if task.argument == "raises":
         raise ValueError("made for this test")
     if task.argument == "crashes":

@@ -1,5 +1,5 @@
-"""How large the work of a check is: 0.5B and full micro-batches on GPUs, tiny ones in a rehearsal; and the
-bounds on differences that rounding explains.
+"""The sizes of a check's work: 0.5B and full micro-batches on GPUs, tiny ones in a rehearsal; and the bounds
+on differences by rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHARED: dict[str, Any] = {
     "model_type": "qwen2", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }  # fmt: skip
-SHAPE_OF = "Qwen/Qwen2.5-0.5B"  # has the measured shape
+SHAPE_OF = "Qwen/Qwen2.5-0.5B"  # the model with the measured shape
 _REAL: dict[str, Any] = _SHARED | {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
     "num_key_value_heads": 2, "vocab_size": 151936, "rope_theta": 1e6, "dtype": "bfloat16",
@@ -32,10 +32,10 @@ _TINY: dict[str, Any] = _SHARED | {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 272, "dtype": "float32",
 }  # fmt: skip
-MEMORY = "device/memory_bytes"  # the figure of `DEVICE`
-_MICRO_BATCHES = 2  # of an update
-_FILLED = 0.85  # of a GPU's memory, that an update may take
-# Of every engine: vLLM compiles anew for another number of sequences or another length.
+MEMORY = "device/memory_bytes"  # a figure of `DEVICE`
+_MICRO_BATCHES = 2  # per update
+_FILLED = 0.85  # share of a GPU's memory that an update may take
+# The same in every engine: vLLM compiles again for another number of sequences or another length.
 _ENGINE_SEQUENCES, _ENGINE_TOKENS = 256, 576
 
 # Largest relative error of rounding a number once.
@@ -54,12 +54,12 @@ class UpdateSize:
 
     @property
     def row(self) -> int:
-        """Tokens of a row."""
+        """Return the tokens of a row."""
         return self.prompt + self.completion
 
     @property
     def micro_batch(self) -> int:
-        """Tokens of a packed micro-batch: a group's prompt is in it once."""
+        """Return the tokens of a packed micro-batch: it has a group's prompt once."""
         return self.groups * (self.prompt + self.samples * self.completion)
 
     @property
@@ -72,7 +72,7 @@ class UpdateSize:
 
     @property
     def work(self) -> NeededWork:
-        """What the rows need, each prompt once."""
+        """Return the work of the rows, each prompt once."""
         spans = [(self.prompt, self.row)] * self.rows + [(0, self.prompt)] * self.prompts
         return NeededWork.from_spans(spans, trained=self.rows * self.completion)
 
@@ -87,12 +87,12 @@ def model_shape(task: CheckTask) -> dict[str, Any]:
 
 
 def dtype_of(task: CheckTask) -> str:
-    """Return the dtype that runs have by default."""
+    """Return the default dtype of runs."""
     return "float32" if task.rehearsal else "bfloat16"
 
 
 def random_path(task: CheckTask) -> str:
-    """Write the measured model's config.json to the task's directory; return the `model.path` of it."""
+    """Write the measured model's config.json to the task's directory; return its `model.path`."""
     file = task.directory / ("tiny.json" if task.rehearsal else "qwen2_0.5b.json")
     if not file.exists():
         file.write_text(json.dumps(model_shape(task)))
@@ -100,7 +100,7 @@ def random_path(task: CheckTask) -> str:
 
 
 def engine_sections(task: CheckTask, *, dtype: str, eager: bool) -> dict[str, dict[str, Any]]:
-    """Return the sections `model` and `rollout` of engines that share what vLLM compiles for the first."""
+    """Return the sections `model` and `rollout` of engines that share vLLM's compiled code."""
     model: dict[str, Any] = {"path": random_path(task), "dtype": dtype}
     rollout = {"enforce_eager": eager or task.rehearsal, "max_num_seqs": _ENGINE_SEQUENCES}
     if task.rehearsal:
@@ -131,7 +131,7 @@ def update_size(task: CheckTask, *, dtype: str, **policy: Any) -> UpdateSize:
     """Return the largest update that `plan` expects to fit this GPU."""
     if task.rehearsal:
         return _TINY_UPDATE
-    most = _FILLED * task.known[MEMORY]
+    most = _FILLED * task.device_figures[MEMORY]
     for size in _REAL_UPDATES:
         if planned(task, update_config(task, size, dtype=dtype, **policy), size).total <= most:
             return size
@@ -140,7 +140,7 @@ def update_size(task: CheckTask, *, dtype: str, **policy: Any) -> UpdateSize:
 
 def planned(task: CheckTask, config: Config, size: UpdateSize) -> Footprint:
     """Return the memory that `plan` expects of a policy rank on this GPU."""
-    workload, memory = workload_of(config, prompt_tokens=size.prompt), int(task.known.get(MEMORY, 0))
+    workload, memory = workload_of(config, prompt_tokens=size.prompt), int(task.device_figures.get(MEMORY, 0))
     model = model_of(config.model, config.sft, config.seed)
     return policy_rank(config, model, Sizes.from_config(config, gpu=True, memory=memory), workload)
 
@@ -149,8 +149,8 @@ def gradient_bound(dtype: str, *, layers: int, widest: int) -> tuple[float, str]
     """Return the bound on the relative difference of two correct gradients, and why.
 
     Two computations round `_PER_LAYER` results in each of ``layers``, independently of each other. Sums are
-    float32 in both dtypes: in bfloat16 only their results are rounded, in float32 each of the ``widest``
-    terms, too.
+    float32 in both dtypes: in bfloat16 only their results are rounded, in float32 also each of the ``widest``
+    terms.
     """
     each, results = ROUNDING[getattr(torch, dtype)], _PER_LAYER * layers
     if dtype == "float32":

@@ -1,4 +1,4 @@
-"""The check of a machine with GPUs: how its lines run, end and are recorded, on made jobs."""
+"""The check of a machine with GPUs: how its lines run, end and are recorded, with fake jobs."""
 
 import json
 import math
@@ -16,28 +16,28 @@ from tests.gpu.process import CheckTask, run_job
 from tests.support.patience import HANG_S, wait_until
 
 
-def made(argument, *, limit_s=HANG_S, lines=("first", "second"), **needs):
+def make(argument, *, limit_s=HANG_S, lines=("first", "second"), **needs):
     return CheckJob("made_job:measure", lines, limit_s, argument, **needs)
 
 
-def task(directory, argument="", *, rehearsal=True, **known):
-    return CheckTask(argument, rehearsal, directory, {f"device/{k}": v for k, v in known.items()})
+def task(directory, argument="", *, rehearsal=True, **figures):
+    return CheckTask(argument, rehearsal, directory, {f"device/{k}": v for k, v in figures.items()})
 
 
 def test_a_claim_holds_within_its_bound_alone():
-    found = Findings()
-    found.at_most("a", 2.0, 2.0, "")
-    found.at_least("b", 2.0, 2.0, "")
-    found.equal("c", 2, 2.0, "")
-    assert found.holds
-    for claim in (found.at_most, found.at_least, found.equal):
+    findings = Findings()
+    findings.at_most("a", 2.0, 2.0, "")
+    findings.at_least("b", 2.0, 2.0, "")
+    findings.equal("c", 2, 2.0, "")
+    assert findings.holds
+    for claim in (findings.at_most, findings.at_least, findings.equal):
         claim("nan", math.nan, 2.0, "")
-    found.at_most("a", 2.1, 2.0, "")
-    found.at_least("b", 1.9, 2.0, "")
-    found.equal("c", 1, 2.0, "")
-    assert [claim.holds for claim in found.claims] == [True] * 3 + [False] * 6
-    assert Findings.of(json.loads(json.dumps(found.plain()))).claims[:3] == found.claims[:3]
-    assert str(found.claims[-2]) == "FAILS: b: 1.9 >= 2 ()"
+    findings.at_most("a", 2.1, 2.0, "")
+    findings.at_least("b", 1.9, 2.0, "")
+    findings.equal("c", 1, 2.0, "")
+    assert [claim.holds for claim in findings.claims] == [True] * 3 + [False] * 6
+    assert Findings.from_plain(json.loads(json.dumps(findings.plain()))).claims[:3] == findings.claims[:3]
+    assert str(findings.claims[-2]) == "FAILS: b: 1.9 >= 2 ()"
 
 
 def test_names_of_lines_are_unique_and_what_says_most_about_a_run_comes_first():
@@ -48,7 +48,7 @@ def test_names_of_lines_are_unique_and_what_says_most_about_a_run_comes_first():
 
 
 @pytest.mark.parametrize(
-    ("needs", "known", "gpus", "words"),
+    ("needs", "figures", "gpus", "words"),
     [
         ({"gpus": 2}, {}, 1, "2 GPUs, this machine has 1"),
         ({"memory_gib": 20}, {"memory_bytes": 8 * 2**30}, 1, "20 GiB of GPU memory, this one has 8"),
@@ -58,46 +58,46 @@ def test_names_of_lines_are_unique_and_what_says_most_about_a_run_comes_first():
     ],
 )
 def test_what_a_machine_lacks_is_named_and_a_rehearsal_needs_packages_alone(
-    tmp_path, needs, known, gpus, words
+    tmp_path, needs, figures, gpus, words
 ):
-    job = made("", **needs)
-    assert ", ".join(missing(job, task(tmp_path, rehearsal=False, **known), gpus)) == words.replace(
+    job = make("", **needs)
+    assert ", ".join(missing(job, task(tmp_path, rehearsal=False, **figures), gpus)) == words.replace(
         "bfloat16", "bfloat16 (A100 and newer)"
     )
     assert list(missing(job, task(tmp_path), 0)) == ([words] if "modules" in needs else [])
 
 
-def ended(directory, argument, **limits):
-    return run_job(made(argument), task(directory, argument), **{"limit_s": HANG_S, **limits})
+def run_new_job(directory, argument, **limits):
+    return run_job(make(argument), task(directory, argument), **{"limit_s": HANG_S, **limits})
 
 
 def test_a_job_reports_its_lines_and_its_output_is_kept(tmp_path):
-    end = ended(tmp_path, "wrong")
-    assert end.error == "" and end.found["first"].holds and not end.found["second"].holds
-    assert end.found["first"].figures == {"made/number": 2.0}
+    end = run_new_job(tmp_path, "wrong")
+    assert end.error == "" and end.findings["first"].holds and not end.findings["second"].holds
+    assert end.findings["first"].figures == {"made/number": 2.0}
     assert (tmp_path / "first.log").exists()
 
 
 def test_a_crash_in_c_leaves_the_stack_of_its_line(tmp_path):
-    end = ended(tmp_path, "crashes")
+    end = run_new_job(tmp_path, "crashes")
     assert "signal 11" in end.error.splitlines()[0] and "made_job.py" in end.error
 
 
 @pytest.mark.slow
 def test_a_hang_is_ended_with_the_stack_that_it_hangs_in_and_a_cut_is_no_hang(tmp_path):
     ready, limit_s = tmp_path / "first.found", 4.0
-    end = ended(tmp_path, "hangs", limit_s=limit_s)
+    end = run_new_job(tmp_path, "hangs", limit_s=limit_s)
     while not ready.exists() or not ready.read_text():  # a busy machine has not imported everything yet
         limit_s *= 3
-        end = ended(tmp_path, "hangs", limit_s=limit_s)
+        end = run_new_job(tmp_path, "hangs", limit_s=limit_s)
     assert f"not finished within {limit_s:.0f} s" in end.error and "_wait_in_vain" in end.error
-    assert list(end.found) == ["first"] and not end.is_cut
-    cut = ended(tmp_path, "hangs", left_s=2 * limit_s)
-    assert cut.is_cut and cut.error == "" and list(cut.found) == ["first"]
+    assert list(end.findings) == ["first"] and not end.is_cut
+    cut = run_new_job(tmp_path, "hangs", left_s=2 * limit_s)
+    assert cut.is_cut and cut.error == "" and list(cut.findings) == ["first"]
 
 
 def test_nothing_that_a_job_started_outlives_it(tmp_path):
-    process = int(ended(tmp_path, "leaves").found["second"].figures["made/process"])
+    process = int(run_new_job(tmp_path, "leaves").findings["second"].figures["made/process"])
 
     def has_ended():
         return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
@@ -107,8 +107,8 @@ def test_nothing_that_a_job_started_outlives_it(tmp_path):
 
 @pytest.fixture
 def checked(tmp_path, monkeypatch):
-    """Run lines of made jobs as on a machine with one GPU; return the check and its record."""
-    device = made("device", lines=("device",))
+    """Run lines of fake jobs as on a machine with one GPU; return the check and its record."""
+    device = make("device", lines=("device",))
 
     def run(*jobs, minutes=30.0):
         monkeypatch.setattr(check, "DEVICE", device)
@@ -118,20 +118,21 @@ def checked(tmp_path, monkeypatch):
             made_check.line(line)
         return made_check, json.loads((tmp_path / "out/gpu-check.json").read_text())
 
-    monkeypatch.setattr("tests.gpu.check.run_job", renamed)
+    monkeypatch.setattr("tests.gpu.check.run_job", run_under_its_names)
     return run
 
 
-def renamed(job, own, **limits):
-    """Run a made job, whose lines are "first" and "second", under the names of ``job``."""
-    end = run_job(job, own, limit_s=HANG_S, left_s=limits["left_s"])
-    found = {new: end.found[old] for new, old in zip(job.lines, ("first", "second")) if old in end.found}  # noqa: B905
-    return type(end)(found, end.error, end.seconds, end.is_cut)
+def run_under_its_names(job, check_task, **limits):
+    """Run a fake job, whose lines are "first" and "second", under the line names of ``job``."""
+    end = run_job(job, check_task, limit_s=HANG_S, left_s=limits["left_s"])
+    names = zip(job.lines, ("first", "second"), strict=False)
+    findings = {new: end.findings[old] for new, old in names if old in end.findings}
+    return type(end)(findings, end.error, end.seconds, end.is_cut)
 
 
 @pytest.mark.slow
 def test_one_line_that_does_not_hold_leaves_the_others(checked):
-    _, record = checked(made("crashes", lines=("a", "b")), made("wrong", lines=("c", "d")), made("", gpus=2))
+    _, record = checked(make("crashes", lines=("a", "b")), make("wrong", lines=("c", "d")), make("", gpus=2))
     states = {line["name"]: line["state"] for line in record["lines"]}
     assert states == {
         "device": "holds", "a": "holds", "b": "fails", "c": "holds", "d": "fails", "first": "skipped",
@@ -142,8 +143,8 @@ def test_one_line_that_does_not_hold_leaves_the_others(checked):
     assert record["lines"][-1]["reason"] == "needs 2 GPUs, this machine has 1"
 
 
-def test_what_no_time_is_left_for_is_not_run_and_ends_the_session_with_6(checked):
-    made_check, record = checked(made(""), minutes=0.01)
+def test_lines_without_time_left_are_not_run_and_end_the_session_with_6(checked):
+    made_check, record = checked(make(""), minutes=0.01)
     assert [line["state"] for line in record["lines"]] == ["holds", "not run", "not run"]
     assert record["lines"][-1]["reason"] == "no time of --minutes was left for it"
     stash = pytest.Stash()
@@ -154,18 +155,18 @@ def test_what_no_time_is_left_for_is_not_run_and_ends_the_session_with_6(checked
 
 
 @pytest.mark.parametrize("minutes", [0.0, math.nan])
-def test_a_machine_without_a_gpu_and_minutes_of_nothing_end_with_2(tmp_path, monkeypatch, minutes):
+def test_no_gpu_or_invalid_minutes_end_the_session_with_2(tmp_path, monkeypatch, minutes):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    for given, words in ((minutes, "expected a number above 0"), (10.0, "no NVIDIA GPU .* ARGS=--rehearse")):
-        with pytest.raises(pytest.exit.Exception, match=words) as ended:
-            conftest.new_check(False, given, tmp_path / "out")
-        assert ended.value.returncode == 2 and not (tmp_path / "out").exists()
+    for value, words in ((minutes, "expected a number above 0"), (10.0, "no NVIDIA GPU .* ARGS=--rehearse")):
+        with pytest.raises(pytest.exit.Exception, match=words) as exited:
+            conftest.new_check(False, value, tmp_path / "out")
+        assert exited.value.returncode == 2 and not (tmp_path / "out").exists()
 
 
-def test_plan_reads_the_benchmark_of_a_record_which_has_no_numbers_that_json_lacks(tmp_path, checked):
+def test_plan_reads_the_benchmark_of_a_record_which_is_valid_json(tmp_path, checked):
     from tests.tools.bench.test_bench import result
 
-    _, record = checked(made("bench"))
+    _, record = checked(make("bench"))
     assert record["bench"] == {"schema": 1, "name": "made"}
     result().write(tmp_path / "bench.json")
     bench = json.loads((tmp_path / "bench.json").read_text())

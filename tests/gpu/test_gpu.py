@@ -1,4 +1,4 @@
-"""What holds on a machine with GPUs: each line of `make gpu-check` is a test."""
+"""Claims about a machine with GPUs: each line of `make gpu-check` is a test."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""The lines of `make gpu-check`: their device-independent halves, and what they conclude from numbers
-made here for a machine with GPUs.
+"""The lines of `make gpu-check`: their device-independent parts, and their verdicts on made-up numbers of a
+machine with GPUs.
 """
 
 import asyncio
@@ -27,14 +27,7 @@ from tests.gpu import attention, device, engines, head, loop, transfers, updates
 from tests.gpu.check import JOBS
 from tests.gpu.loop import loop_config
 from tests.gpu.process import CheckTask, run_job
-from tests.gpu.sizes import (
-    _REAL_UPDATES,
-    SHAPE_OF,
-    UpdateSize,
-    gradient_bound,
-    planned,
-    update_config,
-)
+from tests.gpu.sizes import _REAL_UPDATES, SHAPE_OF, UpdateSize, gradient_bound, planned, update_config
 from tests.gpu.trainer_job import _digest, made_batch
 from tests.support.engine_arguments import QWEN
 from tests.support.patience import HANG_S
@@ -48,15 +41,14 @@ H100 = {
 }  # fmt: skip
 
 
-# Of Qwen2.5-0.5B.
-SHAPE = {
+SHAPE = {  # Qwen2.5-0.5B
     "hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "head_dim": 64, "intermediate": 4864,
     "vocabulary": 151936,
 }  # fmt: skip
 
 
-def on_gpu(directory, argument="", **known):
-    return CheckTask(argument, False, directory, H100 | known)
+def on_gpu(directory, argument="", **figures):
+    return CheckTask(argument, False, directory, H100 | figures)
 
 
 def on_cpu(directory, argument=""):
@@ -65,12 +57,12 @@ def on_cpu(directory, argument=""):
 
 
 def only(results):
-    ((_, found),) = list(results)
-    return found
+    ((_, findings),) = list(results)
+    return findings
 
 
-def broken(found):
-    return [claim.what for claim in found.claims if not claim.holds]
+def broken(findings):
+    return [claim.what for claim in findings.claims if not claim.holds]
 
 
 def test_bounds_on_gradients_by_hand():
@@ -85,7 +77,7 @@ def test_tokens_of_an_update_by_hand():
 
 
 def test_states_that_an_optimiser_keeps_outside_its_groups_are_compared_too():
-    """Between two steps of ZeRO-3, DeepSpeed's inner optimiser has no parameters in its groups."""
+    """Between two steps of ZeRO-3, the groups of DeepSpeed's inner optimiser are empty."""
     flat = torch.nn.Parameter(torch.ones(8))
     inner = torch.optim.AdamW([flat])
     flat.grad = torch.ones(8)
@@ -107,24 +99,24 @@ def test_micro_batches_of_an_update_are_as_full_as_plan_takes_them_to_be(tmp_pat
     plan = packed_micro_batches(batch.lengths.tolist(), shared_prefixes(batch), size.micro_batch)
     assert [len(part) for part in plan] == [size.groups * size.samples] * 2
     config = update_config(on_gpu(tmp_path), size, dtype="bfloat16", zero_stage=1)
-    own = attended(
+    expected = attended(
         config.batch, config.model, workload_of(config, prompt_tokens=size.prompt), size.micro_batch
     )
-    assert own == pytest.approx(size.groups * size.samples * size.row)
+    assert expected == pytest.approx(size.groups * size.samples * size.row)
 
 
-def trained(**changes):
+def trainer_result(**changes):
     gradients = {"a": np.linspace(-1, 1, 100, dtype=np.float32)}
     return {"gradients": gradients, "logprobs": np.full(8, -9.0, np.float32), "norm": 1.0} | changes
 
 
-def moved(expected, **changes):
-    own = {
+def timed_result(expected, **changes):
+    defaults = {
         "update_s": 0.5, "peak_bytes": expected, "same": True, "tensors": 290, "after": 1.0,
         "moved_bytes": 7e9, "offload_s": [9.0, 0.2], "reload_s": [0.3, 0.2], "freed_bytes": 3e10,
         "offload_parts": {"time/offload_copies_s": 0.15, "time/offload_free_s": 0.03},
     }  # fmt: skip
-    return trained(**own | changes)
+    return trainer_result(**defaults | changes)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +150,14 @@ def test_an_update_is_held_to_plan_to_padded_rows_and_to_its_own_states(
         assert sections.model.packing == timed
         parts = planned(task, update_config(task, size, dtype="bfloat16", zero_stage=stage), size)
         expected = parts.total - parts.parts["runtime"]
-        given = dict(changes)
-        return [moved(expected * given.pop("peak", 1.0), **given) if timed else trained()]
+        extra = dict(changes)
+        return [timed_result(expected * extra.pop("peak", 1.0), **extra) if timed else trainer_result()]
 
     monkeypatch.setattr(updates, "run_trainers", run)
-    found = only(updates.zero(task))
-    assert broken(found) == wrong
-    assert found.figures[f"zero{stage}/rows"] == 64
-    parts = {key: v for key, v in found.figures.items() if key.startswith(f"zero{stage}/offload_")}
+    findings = only(updates.zero(task))
+    assert broken(findings) == wrong
+    assert findings.figures[f"zero{stage}/rows"] == 64
+    parts = {key: v for key, v in findings.figures.items() if key.startswith(f"zero{stage}/offload_")}
     copies = changes.get("offload_parts", {}).get("time/offload_copies_s", 0.15)
     rest = parts[f"zero{stage}/offload_s"] - copies - 0.03
     assert parts[f"zero{stage}/offload_copies_s"] == copies
@@ -173,24 +165,24 @@ def test_an_update_is_held_to_plan_to_padded_rows_and_to_its_own_states(
 
 
 def test_the_speed_is_a_share_of_the_bare_loop_on_the_tokens_that_the_rows_need(tmp_path, monkeypatch):
-    asked = []
+    jobs_run = []
     monkeypatch.setattr(updates, "model_dir_of", lambda *_: "made")
-    monkeypatch.setattr(updates, "run_trainers", lambda *_, timed: [moved(1.0, update_s=0.8)])
+    monkeypatch.setattr(updates, "run_trainers", lambda *_, timed: [timed_result(1.0, update_s=0.8)])
     monkeypatch.setattr(
         updates,
         "run_jobs",
-        lambda _, jobs, **__: asked.append(jobs[0]) or [{"seconds": [0.5, 0.4], "matmul": 7e14}],
+        lambda _, jobs, **__: jobs_run.append(jobs[0]) or [{"seconds": [0.5, 0.4], "matmul": 7e14}],
     )
-    found = only(updates.speed(on_gpu(tmp_path)))
-    assert found.holds
-    assert found.figures["speed/tokens_per_s"] == pytest.approx(64 * 608 / 0.8)
+    result = only(updates.speed(on_gpu(tmp_path)))
+    assert result.holds
+    assert result.figures["speed/tokens_per_s"] == pytest.approx(64 * 608 / 0.8)
     needed = NeededWork(8 * 128 + 64 * 480, 8 * 128 * 129 // 2 + 64 * sum(range(129, 609)), 64 * 480)
-    assert (asked[0]["rows"], asked[0]["row_tokens"]) == (52, 608)
-    computed = asked[0]["rows"] * asked[0]["row_tokens"] / needed.tokens
-    assert found.figures["speed/of_limit"] == pytest.approx(0.4 / computed / 0.8)
-    assert asked[0]["trained_share"] == pytest.approx(64 * 480 / needed.tokens)
-    assert found.figures["speed/of_matrix_rate"] == pytest.approx(needed.flops(Shape(**SHAPE)) / 7e14 / 0.8)
-    monkeypatch.setattr(updates, "run_trainers", lambda *_, timed: [moved(1.0, update_s=1.0)])
+    assert (jobs_run[0]["rows"], jobs_run[0]["row_tokens"]) == (52, 608)
+    computed = jobs_run[0]["rows"] * jobs_run[0]["row_tokens"] / needed.tokens
+    assert result.figures["speed/of_limit"] == pytest.approx(0.4 / computed / 0.8)
+    assert jobs_run[0]["trained_share"] == pytest.approx(64 * 480 / needed.tokens)
+    assert result.figures["speed/of_matrix_rate"] == pytest.approx(needed.flops(Shape(**SHAPE)) / 7e14 / 0.8)
+    monkeypatch.setattr(updates, "run_trainers", lambda *_, timed: [timed_result(1.0, update_s=1.0)])
     assert broken(only(updates.speed(on_gpu(tmp_path)))) == ["speed, share of a bare loop"]
 
 
@@ -205,40 +197,40 @@ STEP = {
 
 
 def steps_of(tmp_path, monkeypatch, argument="bfloat16", cut_after=3, **changes):
-    """Return the findings of made steps in the order in which they are known; the last of each line."""
+    """Return the last findings of each line for made-up steps, in the order of their first report."""
     task = on_gpu(tmp_path, argument)
     size = 2 * model_of(loop_config(task, dtype="bfloat16")).parameters
     metrics = STEP | {"sync/bytes": float(size)} | changes
     records = [StepRecord(i + 1, 10.0 * i, 10.0 * i + 5, metrics, {}, ()) for i in range(3)]
 
-    async def run(config, own):
+    async def run(config, check_task):
         for done in range(1, cut_after + 1):
             yield records[:done]
         if cut_after < 3:
             raise RuntimeError("cut")
 
     monkeypatch.setattr(loop, "steps_of", run)
-    found = {}
+    by_line = {}
     with nullcontext() if cut_after == 3 else pytest.raises(RuntimeError, match="cut"):
-        for line, own in loop.loop(task):
-            found[line] = own
-    return found
+        for line, findings in loop.loop(task):
+            by_line[line] = findings
+    return by_line
 
 
 def test_the_real_loop_is_held_to_the_bounds_of_the_sync_probe(tmp_path, monkeypatch):
-    found = steps_of(tmp_path, monkeypatch)
-    assert all(own.holds for own in found.values())
-    assert list(found) == ["mismatch-bfloat16", "turns", "sync", "steps"]
-    assert found["turns"].figures["turns/all_s"] == pytest.approx(0.8)
-    offload = {k: v for k, v in found["turns"].figures.items() if k.startswith("turns/offload_")}
+    by_line = steps_of(tmp_path, monkeypatch)
+    assert all(findings.holds for findings in by_line.values())
+    assert list(by_line) == ["mismatch-bfloat16", "turns", "sync", "steps"]
+    assert by_line["turns"].figures["turns/all_s"] == pytest.approx(0.8)
+    offload = {k: v for k, v in by_line["turns"].figures.items() if k.startswith("turns/offload_")}
     assert offload == {
         "turns/offload_copies_s": 0.2,
         "turns/offload_free_s": 0.04,
         "turns/offload_rest_s": pytest.approx(0.06),
     }
-    assert found["turns"].figures["turns/policy_offload_first_s"] == 0.3
+    assert by_line["turns"].figures["turns/policy_offload_first_s"] == 0.3
     seconds = 0.01 + 0.1 + 0.02
-    assert found["sync"].figures["sync/bytes_per_s"] == pytest.approx(2 * 494032768 / seconds)
+    assert by_line["sync"].figures["sync/bytes_per_s"] == pytest.approx(2 * 494032768 / seconds)
     float32 = steps_of(tmp_path, monkeypatch, "float32")
     assert (
         list(float32) == ["mismatch-float32"] and not float32["mismatch-float32"].holds
@@ -247,14 +239,14 @@ def test_the_real_loop_is_held_to_the_bounds_of_the_sync_probe(tmp_path, monkeyp
 
 @pytest.mark.parametrize(("cut_after", "lines"), [(1, []), (2, ["mismatch-bfloat16", "turns", "sync"])])
 def test_a_loop_that_is_cut_leaves_what_its_steps_have_shown(tmp_path, monkeypatch, cut_after, lines):
-    """After the first step no engine has had weights that moved."""
-    found = steps_of(tmp_path, monkeypatch, cut_after=cut_after)
-    assert list(found) == lines and all(own.holds for own in found.values())
-    assert all("after 2 of 3 steps" in own.notes for own in found.values())
+    """After the first step no engine has received updated weights."""
+    by_line = steps_of(tmp_path, monkeypatch, cut_after=cut_after)
+    assert list(by_line) == lines and all(findings.holds for findings in by_line.values())
+    assert all("after 2 of 3 steps" in findings.notes for findings in by_line.values())
 
 
 def test_engines_of_the_check_share_what_vllm_compiles(tmp_path, monkeypatch):
-    """vLLM's key has all arguments but those left out here: see `compute_hash` in vllm.config."""
+    """vLLM's cache key has all arguments except the one excluded here: see `compute_hash` in vllm.config."""
     from actors.workers.engine_settings import EngineSpec, engine_arguments
 
     monkeypatch.setattr(loop, "bench", lambda config: configs.append(config) or tmp_path)
@@ -262,13 +254,13 @@ def test_engines_of_the_check_share_what_vllm_compiles(tmp_path, monkeypatch):
     configs.append(loop_config(task, dtype="bfloat16"))
     with pytest.raises(FileNotFoundError):
         list(loop.short_bench(task))
-    made = []
+    options = []
     for config in configs:
         spec = EngineSpec.from_config(config, tmp_path, colocated=True)
         arguments = engine_arguments(spec, QWEN, device="cuda", free_memory=0)
-        made.append({name: value for name, value in arguments.items() if name != "gpu_memory_utilization"})
-    assert len(made) == 3 and made[0] == made[1] == made[2]
-    assert (made[0]["max_num_seqs"], made[0]["enforce_eager"]) == (256, False)
+        options.append({name: value for name, value in arguments.items() if name != "gpu_memory_utilization"})
+    assert len(options) == 3 and options[0] == options[1] == options[2]
+    assert (options[0]["max_num_seqs"], options[0]["enforce_eager"]) == (256, False)
 
 
 @pytest.mark.parametrize(
@@ -282,29 +274,25 @@ def test_engines_of_the_check_share_what_vllm_compiles(tmp_path, monkeypatch):
     ],
 )
 def test_one_number_out_of_bounds_fails_its_own_line_alone(tmp_path, monkeypatch, changes, line):
-    found = steps_of(tmp_path, monkeypatch, **changes)
-    assert [name for name, own in found.items() if not own.holds] == [line]
+    by_line = steps_of(tmp_path, monkeypatch, **changes)
+    assert [name for name, findings in by_line.items() if not findings.holds] == [line]
 
 
 def test_a_part_of_a_turn_that_did_not_take_place_is_found(tmp_path, monkeypatch):
     without = {name: value for name, value in STEP.items() if name != "time/turn_policy_offload_s"}
     monkeypatch.setitem(globals(), "STEP", without)
-    found = steps_of(tmp_path, monkeypatch)
-    assert broken(found["turns"]) == ["parts of a turn that took place"]
+    by_line = steps_of(tmp_path, monkeypatch)
+    assert broken(by_line["turns"]) == ["parts of a turn that took place"]
 
 
 def test_nccl_reports_losses_and_rates(tmp_path, monkeypatch):
     sent = {
-        "seconds": [0.02, 0.01],
-        "raw_seconds": [0.008],
-        "noticed_s": 0.3,
-        "lost": True,
-        "reconnect_s": 0.2,
-    }
+        "seconds": [0.02, 0.01], "raw_seconds": [0.008], "noticed_s": 0.3, "lost": True, "reconnect_s": 0.2,
+    }  # fmt: skip
     received = {"whole": True, "whole_again": True}
     monkeypatch.setattr(transfers, "run_jobs", lambda *_, **__: [sent, received])
-    found = only(transfers.nccl(on_gpu(tmp_path)))
-    assert found.holds and found.figures["nccl/of_raw"] == pytest.approx(0.8)
+    findings = only(transfers.nccl(on_gpu(tmp_path)))
+    assert findings.holds and findings.figures["nccl/of_raw"] == pytest.approx(0.8)
     monkeypatch.setattr(
         transfers, "run_jobs", lambda *_, **__: [sent | {"lost": False, "noticed_s": 61.0}, received]
     )
@@ -313,15 +301,15 @@ def test_nccl_reports_losses_and_rates(tmp_path, monkeypatch):
 
 def test_ranks_that_share_sequences_are_held_to_one_rank(tmp_path, monkeypatch):
     def run(sections, size, *, timed=False):
-        return [moved(1.0)] * sections.policy.num_workers
+        return [timed_result(1.0)] * sections.policy.num_workers
 
     monkeypatch.setattr(updates, "run_trainers", run)
     assert only(updates.sequence_parallel(on_gpu(tmp_path))).holds
 
 
-def a_benchmark(config, **figures):
-    """What a benchmark of ``config`` on one H100 writes."""
-    own = {
+def made_benchmark(config, **figures):
+    """Return the result of a benchmark of ``config`` on one H100."""
+    defaults = {
         "share/generation": 0.6, "share/overhead": 0.4, "generation/step_s": 2.0, "training/step_s": 1.0,
         "scoring/step_s": 0.1, "sync/bytes_per_s": 5e9, "sync/step_s": 0.2,
         "overhead/driver_cpu_s": 0.05, "overhead/step_s": 0.1,
@@ -336,7 +324,7 @@ def a_benchmark(config, **figures):
             "prompt_tokens_mean": 20.0, "samples_per_prompt": config.batch.samples_per_prompt,
             "prompts_per_step": config.batch.prompts_per_step,
         },
-        figures=own | figures, limit_settings={}, actors=[], steps=[{"train/tokens": tokens}] * 2,
+        figures=defaults | figures, limit_settings={}, actors=[], steps=[{"train/tokens": tokens}] * 2,
         lengths=lengths,
         decode_steps=[DecodeStep(n, 100.0, 0.003 + 1e-5 * n) for n in (1, 16, 256)],
     )  # fmt: skip
@@ -349,7 +337,7 @@ def benchmarked(tmp_path, monkeypatch):
     def run(**figures):
         def bench(config):
             assert config.bench.lengths.mean == 200 and config.model.dtype == "bfloat16"
-            a_benchmark(config, **figures).write(tmp_path / "bench.json")
+            made_benchmark(config, **figures).write(tmp_path / "bench.json")
             return tmp_path
 
         monkeypatch.setattr(loop, "bench", bench)
@@ -364,9 +352,9 @@ def test_a_benchmark_at_half_of_its_limits_does_not_hold(benchmarked):
 
 
 def test_plan_is_calibrated_with_the_record_of_another_machine(tmp_path, benchmarked):
-    """The measured model has no file there: its shape is known by name."""
-    found = benchmarked()
-    record = {"kind": "gpu-check", "schema": 3, "bench": found.bench, "figures": {}}
+    """That machine lacks the model's file: its shape is known by name."""
+    findings = benchmarked()
+    record = {"kind": "gpu-check", "schema": 3, "bench": findings.bench, "figures": {}}
     (tmp_path / "gpu-check.json").write_text(json.dumps(record))
     (tmp_path / "qwen2_0.5b.json").unlink()
     result = BenchResult.read(tmp_path / "gpu-check.json")
@@ -380,9 +368,9 @@ def test_a_card_is_held_to_its_data_sheet(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h100)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     for rate, copy, wrong in ((7e14, 1.3e12, 0), (3e14, 1.3e12, 1), (7e14, 0.5e12, 1)):
-        found = device.Findings({"device/matrix_flops_per_s": rate, "device/copy_bytes_per_s": copy})
-        device._of_card(found, torch.bfloat16)
-        assert len(broken(found)) == wrong and found.figures["device/capability"] == 9.0
+        findings = device.Findings({"device/matrix_flops_per_s": rate, "device/copy_bytes_per_s": copy})
+        device._check_card(findings, torch.bfloat16)
+        assert len(broken(findings)) == wrong and findings.figures["device/capability"] == 9.0
 
 
 def test_a_sleeping_engine_frees_its_weights_and_its_cache(tmp_path, monkeypatch):
@@ -402,15 +390,15 @@ def test_a_sleeping_engine_frees_its_weights_and_its_cache(tmp_path, monkeypatch
     config = engines.engine_config(on_gpu(tmp_path), eager=True)
     assert isinstance(config, Config) and config.rollout.gpu_memory_utilization == 0.3
     for freed, wrong in ((20 * 2**30, []), (2**30, ["bytes freed asleep"])):
-        found = engines.Findings()
+        findings = engines.Findings()
         weights = 2 * model_of(config).parameters
-        asyncio.run(engines._sleep(Engine(), weights, found, "engine-eager", keep_weights=True))
-        assert broken(found) == wrong and found.figures["engine-eager/freed_bytes"] == freed
+        asyncio.run(engines._sleep(Engine(), weights, findings, "engine-eager", keep_weights=True))
+        assert broken(findings) == wrong and findings.figures["engine-eager/freed_bytes"] == freed
 
 
 def test_attention_is_rehearsed(tmp_path):
-    found = only(attention.attention(on_cpu(tmp_path)))
-    assert found.holds and len(found.claims) == 4
+    findings = only(attention.attention(on_cpu(tmp_path)))
+    assert findings.holds and len(findings.claims) == 4
 
 
 def test_attention_that_looks_ahead_does_not_hold(tmp_path, monkeypatch):
@@ -438,37 +426,37 @@ def test_a_head_with_logits_in_bfloat16_does_not_hold(tmp_path, monkeypatch):
         return out.bfloat16().float() if rows.dtype == torch.bfloat16 else out
 
     monkeypatch.setattr(logprobs._Head, "logits", rounded)
-    found = only(head.head(on_cpu(tmp_path)))
-    assert "log-probs, largest error in nats" in broken(found)
+    findings = only(head.head(on_cpu(tmp_path)))
+    assert "log-probs, largest error in nats" in broken(findings)
 
 
 def test_speed_and_memory_of_the_head_are_measured_by_the_same_code(tmp_path):
-    found = head.Findings()
-    head._speed_and_memory(on_cpu(tmp_path), found)
-    assert found.figures["head/backward_s"] > 0 and found.figures["head/planned_bytes"] > 0
+    findings = head.Findings()
+    head._speed_and_memory(on_cpu(tmp_path), findings)
+    assert findings.figures["head/backward_s"] > 0 and findings.figures["head/planned_bytes"] > 0
 
 
 @pytest.mark.slow
 def test_rates_of_this_machine_are_rehearsed(tmp_path):
-    found = only(device.device(on_cpu(tmp_path)))
-    assert found.holds and (tmp_path / "machine.json").exists()
-    assert found.figures["device/copy_bytes_per_s"] > 0
+    findings = only(device.device(on_cpu(tmp_path)))
+    assert findings.holds and (tmp_path / "machine.json").exists()
+    assert findings.figures["device/copy_bytes_per_s"] > 0
 
 
-def rehearsed(directory, name):
+def rehearse(directory, name):
     """Run the job of line ``name`` as a rehearsal, in its own process."""
     job = next(job for job in JOBS if name in job.lines)
-    own = on_cpu(directory, job.argument)
-    end = run_job(job, own, limit_s=HANG_S)
+    task = on_cpu(directory, job.argument)
+    end = run_job(job, task, limit_s=HANG_S)
     assert end.error == ""
-    assert set(end.found) == set(job.lines)
-    assert {line: broken(found) for line, found in end.found.items() if not found.holds} == {}
-    return end.found
+    assert set(end.findings) == set(job.lines)
+    assert {line: broken(findings) for line, findings in end.findings.items() if not findings.holds} == {}
+    return end.findings
 
 
 @pytest.mark.slow
 def test_a_cut_transfer_and_the_next_one_are_rehearsed(tmp_path):
-    assert rehearsed(tmp_path, "nccl")["nccl"].figures["nccl/noticed_s"] < 60
+    assert rehearse(tmp_path, "nccl")["nccl"].figures["nccl/noticed_s"] < 60
 
 
 RANKS = [("zero0",), ("zero1",), ("zero2",), ("zero3",), ("speed",), ("sequence-parallel",)]
@@ -479,21 +467,21 @@ ENGINES = ["engine-eager", "seeds", "mismatch-float32", "replace", "tensor-paral
 @pytest.mark.machine
 @pytest.mark.parametrize("name", slow_after(RANKS, 1))
 def test_lines_with_ranks_are_rehearsed(tmp_path, name):
-    rehearsed(tmp_path, name)
+    rehearse(tmp_path, name)
 
 
 @pytest.mark.machine
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_lines_with_engines_are_rehearsed(tmp_path, name):
-    rehearsed(tmp_path, name)
+    rehearse(tmp_path, name)
 
 
 @pytest.mark.machine
 @pytest.mark.slow
 def test_three_steps_of_the_real_loop_are_rehearsed(tmp_path):
-    found = rehearsed(tmp_path, "steps")
-    assert found["sync"].figures["sync/bytes"] > 0 and found["turns"].figures["turns/all_s"] > 0
+    by_line = rehearse(tmp_path, "steps")
+    assert by_line["sync"].figures["sync/bytes"] > 0 and by_line["turns"].figures["turns/all_s"] > 0
 
 
 def test_every_line_is_rehearsed_by_a_test():

@@ -1,4 +1,4 @@
-"""Ranks of a trainer, each in a process of its own: gradients, log-probs, seconds and memory of an update."""
+"""Ranks of a trainer, each in its process: gradients, log-probs, seconds and memory of an update."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from grpo_dist.types import Group, Prompt, Rollout, TrainBatch
 from tests.gpu.device import peak_bytes_of, seconds_of, synchronize
 from tests.gpu.sizes import UpdateSize
 
-_ROWS = 8  # whose log-probs are compared
-_ELEMENTS = 2**16  # of each gradient that are compared
+_ROWS = 8  # rows whose log-probs are compared
+_ELEMENTS = 2**16  # elements of each gradient that are compared
 _COLLECTIVE_S = 60.0
 _TIMES = 2  # timed updates, and turns of the states
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSections:
-    """What a trainer is made from. It travels to the processes of the ranks."""
+    """The configuration of a trainer, which is sent to the processes of the ranks."""
 
     policy: PolicyConfig
     model: ModelConfig
@@ -54,37 +54,35 @@ class Ranks:
 
 
 def measure(
-    barrier: Barrier,
-    *,
-    sections: TrainerSections,
-    model_dir: str,
-    ranks: Ranks,
-    size: UpdateSize | None = None,
-    timed: bool = False,
-    batch: TrainBatch | None = None,
-) -> Any:
-    """Return the log-probs of ``batch``, float32 [B, T], nats, of the tokens in its loss mask. Without
-    it: `norm`, `logprobs` and `gradients` of a first update; if ``timed`` also the seconds and the peak
-    bytes of a later one, and what moving the states does. Peaks and moves are of GPUs alone.
+    barrier: Barrier, *, sections: TrainerSections, model_dir: str, ranks: Ranks,
+    size: UpdateSize | None = None, timed: bool = False, batch: TrainBatch | None = None,
+) -> Any:  # fmt: skip
+    """Return the log-probs of ``batch``, float32 [B, T], nats, of the tokens in its loss mask. Without it:
+    `norm`, `logprobs` and `gradients` of a first update; if ``timed``, also the seconds and the peak bytes of
+    a later one, and the results of moving the states. Peaks and moves are measured on GPUs only.
     """
-    trainer = make_trainer(sections, model_dir, ranks)
+    build_in_own_directory()
+    rank = Rank(ranks.index, ranks.count, "127.0.0.1", ranks.port, _COLLECTIVE_S)
+    settings = sections.settings
+    trainer = Trainer(rank, sections.policy, model=sections.model, model_dir=model_dir, settings=settings)
     if batch is not None:
         logprobs: np.ndarray = trainer.logprobs(batch)[0].numpy()
         trainer.close()
         return logprobs
     assert size is not None
-    freeze_loaded()  # as the worker of a run does
+    freeze_loaded()  # as a run's worker does
     batch = made_batch(size, trainer.engine.module.model.config.vocab_size)
-    found: dict[str, Any] = {"logprobs": _logprobs(trainer, batch)}
+    rows = batch.select(list(range(_ROWS)))
+    results: dict[str, Any] = {"logprobs": trainer.logprobs(rows)[0][rows.policy.mask].numpy()}
     trainer.accumulate(batch)
-    found["gradients"] = {name: _some(gradient) for name, gradient in trainer.gradients().items()}
-    found["norm"] = trainer.step()["policy/grad_norm"]
+    results["gradients"] = {name: _every_nth(gradient) for name, gradient in trainer.gradients().items()}
+    results["norm"] = trainer.step()["policy/grad_norm"]
     if timed:
-        found |= _timed(trainer, batch) | _moved(trainer, batch)
-        found["after"] = trainer.update([batch])["policy/grad_norm"]
+        results |= _time_updates(trainer, batch) | _move_states(trainer, batch)
+        results["after"] = trainer.update([batch])["policy/grad_norm"]
     barrier.wait()  # bounded: it ends with its parent
     trainer.close()
-    return found
+    return results
 
 
 def made_batch(size: UpdateSize, vocabulary: int) -> TrainBatch:
@@ -99,83 +97,65 @@ def made_batch(size: UpdateSize, vocabulary: int) -> TrainBatch:
         prompt = Prompt(f"p{i}", tokens(size.prompt), "", "gpu-check")
         rollouts = tuple(
             Rollout(
-                prompt.uid,
-                sample,
-                tokens(size.completion),
-                np.full(size.completion, -np.log(vocabulary), np.float32),
-                "length",
-                "",
+                prompt.uid, sample, tokens(size.completion),
+                np.full(size.completion, -np.log(vocabulary), np.float32), "length", "",
                 np.zeros(size.completion, np.int32),
             )
             for sample in range(size.samples)
-        )
+        )  # fmt: skip
         rewards = np.arange(size.samples, dtype=np.float32) % 2
         groups.append(Group(prompt, rollouts, rewards, {}, ("",) * size.samples))
         advantages.append(2 * rewards - 1)
     return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=size.completion)
 
 
-def make_trainer(own: TrainerSections, model_dir: str, ranks: Ranks) -> Trainer:
-    """Make the trainer of a run. Collective over ``ranks``."""
-    build_in_own_directory()
-    rank = Rank(ranks.index, ranks.count, "127.0.0.1", ranks.port, _COLLECTIVE_S)
-    return Trainer(rank, own.policy, model=own.model, model_dir=model_dir, settings=own.settings)
-
-
-def _logprobs(trainer: Trainer, batch: TrainBatch) -> np.ndarray:
-    """Return the log-probs of the first rows' completions, float32 [N]."""
-    rows = batch.select(list(range(_ROWS)))
-    own: np.ndarray = trainer.logprobs(rows)[0][rows.policy.mask].numpy()
-    return own
-
-
-def _some(gradient: Tensor) -> np.ndarray:
+def _every_nth(gradient: Tensor) -> np.ndarray:
     flat = gradient.flatten()
-    own: np.ndarray = flat[:: max(1, len(flat) // _ELEMENTS)].numpy().copy()
-    return own
+    elements: np.ndarray = flat[:: max(1, len(flat) // _ELEMENTS)].numpy().copy()
+    return elements
 
 
-def _timed(trainer: Trainer, batch: TrainBatch) -> dict[str, Any]:
-    """The optimiser's states are there already, so that this is an update like all later ones."""
+def _time_updates(trainer: Trainer, batch: TrainBatch) -> dict[str, Any]:
+    """Time updates. The optimiser's states exist already, so they are like all later updates."""
     seconds = [seconds_of(lambda: trainer.update([batch])) for _ in range(_TIMES)]
     before = torch.cuda.memory_allocated() if device_type() == "cuda" else 0
     peak = before + peak_bytes_of(lambda: trainer.update([batch]))
     return {"update_s": min(seconds), "peak_bytes": peak}
 
 
-def _moved(trainer: Trainer, batch: TrainBatch) -> dict[str, Any]:
+def _move_states(trainer: Trainer, batch: TrainBatch) -> dict[str, Any]:
     """Return seconds and freed bytes of moving the states away and back after an update, as in a run, and
-    whether they came back. ``offload_parts``: seconds of the last one by part, as metrics.
+    whether they are unchanged. `offload_parts`: seconds of the last offload by part, as metrics.
     """
     on_gpu, same = device_type() == "cuda", True
-    found: dict[str, Any] = {"offload_s": [], "reload_s": []}
-    for _ in range(_TIMES):  # the first makes the buffers in host memory
-        trainer.update([batch])  # leaves what it computed with in torch's cache
+    results: dict[str, Any] = {"offload_s": [], "reload_s": []}
+    for _ in range(_TIMES):  # the first allocates the buffers in host memory
+        trainer.update([batch])  # leaves its activations in torch's cache
         before, watch = _digest(trainer), Stopwatch()
         held, cached = _bytes_on_gpu() if on_gpu else (0, 0)
-        found["offload_s"].append(seconds_of(partial(trainer.memory.offload, timed=watch)))
+        results["offload_s"].append(seconds_of(partial(trainer.memory.offload, timed=watch)))
         left, left_cached = _bytes_on_gpu() if on_gpu else (0, 0)
-        found |= {"moved_bytes": held - left, "freed_bytes": cached - left_cached}
-        found["offload_parts"] = watch.phases()
-        found["reload_s"].append(seconds_of(trainer.memory.reload))
+        results |= {"moved_bytes": held - left, "freed_bytes": cached - left_cached}
+        results["offload_parts"] = watch.phases()
+        results["reload_s"].append(seconds_of(trainer.memory.reload))
         same = same and _digest(trainer) == before
     synchronize()
-    return found | {"same": same, "tensors": len(before)}
+    return results | {"same": same, "tensors": len(before)}
 
 
 def _bytes_on_gpu() -> tuple[int, int]:
-    """Return the bytes of tensors, and those that torch has taken from the GPU, cached ones among them."""
+    """Return the bytes of tensors, and the bytes that torch has reserved on the GPU."""
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 def _digest(trainer: Trainer) -> list[int]:
     """Return checksums of all weights, and of the optimiser's weights and states."""
-    found = [_checksum(t) for bucket in trainer.weights.buckets(1 << 28) for _, t in bucket]
+    checksums = [_checksum(t) for bucket in trainer.weights.buckets(1 << 28) for _, t in bucket]
     optimizer = getattr(trainer.engine.optimizer, "optimizer", trainer.engine.optimizer)
-    for parameter, own in optimizer.state.items():  # ZeRO-3 empties `param_groups` after each step
-        tensors = [parameter.data, *(value for value in own.values() if isinstance(value, Tensor))]
-        found += [_checksum(t) for t in tensors if t.numel()]
-    return found
+    for parameter, state in optimizer.state.items():  # ZeRO-3 empties `param_groups` after each step
+        tensors = [parameter.data, *(value for value in state.values() if isinstance(value, Tensor))]
+        checksums += [_checksum(t) for t in tensors if t.numel()]
+    return checksums
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -185,25 +165,22 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def model_dir_of(model: ModelConfig, seed: int) -> str:
-    """Return the directory of the measured model, which is made if it is not there."""
+    """Return the directory of the measured model, created if missing."""
     return str(random_model(Path(model.path.removeprefix("random:")), seed=seed))
 
 
 def trainer_sections(config: Config) -> TrainerSections:
-    """Return what the trainer of a run with ``config`` is made from."""
+    """Return the configuration of the trainer of a run with ``config``."""
     settings = TrainerSettings(
         objective=Objective(AlgorithmConfig(correction="none")),
-        temperature=config.sampling.first_temperature,
-        token_budget=config.batch.micro_batch_tokens,
-        epochs=1,
-        total_updates=10,
-        seed=config.seed,
-    )
+        temperature=config.sampling.first_temperature, token_budget=config.batch.micro_batch_tokens, epochs=1,
+        total_updates=10, seed=config.seed,
+    )  # fmt: skip
     return TrainerSections(config.policy, config.model, settings)
 
 
 def run_trainers(sections: TrainerSections, size: UpdateSize, *, timed: bool = False) -> list[dict[str, Any]]:
-    """Run `measure` on all ranks of the policy; return what each found."""
+    """Run `measure` on all ranks of the policy; return the results of each."""
     count, port = sections.policy.num_workers, free_port("127.0.0.1")
     model_dir = model_dir_of(sections.model, sections.settings.seed)
     common = {"sections": sections, "model_dir": model_dir, "size": size, "timed": timed}
@@ -217,5 +194,5 @@ def trainer_logprobs(sections: TrainerSections, batch: TrainBatch) -> np.ndarray
     model_dir = model_dir_of(sections.model, sections.settings.seed)
     ranks = Ranks(0, 1, free_port("127.0.0.1"))
     job = {"sections": sections, "model_dir": model_dir, "ranks": ranks, "batch": batch}
-    (found,) = run_jobs(measure, [job], threads=available_cpus(), gpus=1)
-    return found
+    (logprobs,) = run_jobs(measure, [job], threads=available_cpus(), gpus=1)
+    return logprobs

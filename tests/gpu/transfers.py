@@ -1,4 +1,4 @@
-"""Weights from one GPU to another: rank 0 sends made weights, rank 1 receives them and once drops out."""
+"""Weights from one GPU to another: rank 0 sends random weights, rank 1 receives them and once drops out."""
 
 from __future__ import annotations
 
@@ -26,29 +26,20 @@ from tests.gpu.process import CheckTask
 _PARAMETERS, _BUCKETS = 16, 4
 _TIMES = 3
 _BYTES, _BYTES_REHEARSED = 1 << 30, 1 << 22
-NOTICED_S = 10.0  # in which a sender finds out that the receiver is gone
-_DEADLINE_S = 60.0  # of a transfer: noticing by it would be no noticing
+NOTICED_S = 10.0  # a sender must notice within this time that the receiver is gone
+_DEADLINE_S = 60.0  # deadline of a transfer; a timeout does not count as noticing
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What both ends of a transfer know.
-
-    Attributes:
-        backend: of the transfer.
-        port: of the first group.
-        next_port: of the group after the cut.
-        secret: by which they authenticate each other.
-        num_bytes: of one transfer.
-        timeout_s: deadline of each part, seconds.
-    """
+    """Settings of both ends of a transfer, which ``secret`` authenticates."""
 
     backend: str
-    port: int
-    next_port: int
+    port: int  # of the first group
+    next_port: int  # of the group after the cut
     secret: bytes = field(repr=False)
-    num_bytes: int
-    timeout_s: float
+    num_bytes: int  # per transfer
+    timeout_s: float  # deadline of each part
 
     @property
     def specs(self) -> list[ParameterSpec]:
@@ -65,34 +56,34 @@ class TransferPlan:
 
 
 def measure(barrier: Barrier, *, plan: TransferPlan, rank: int) -> dict[str, Any]:
-    """Return what this rank found: seconds and losses of the sender, checksums of the receiver."""
+    """Return seconds and losses of the sender, or the receiver's checks."""
     return (_sender if rank == 0 else _receiver)(barrier, plan)
 
 
 def _sender(barrier: Barrier, plan: TransferPlan) -> dict[str, Any]:
-    transport, held = plan.open(0, plan.port), _weights(plan)
+    link, weights = plan.open(0, plan.port), _weights(plan)
     sent: list[float] = []
     for _ in range(_TIMES):
         barrier.wait()  # bounded: it ends with its parent
-        sent.append(seconds_of(lambda: send(transport, _buckets(plan, held), plan.specs, plan.bucket_bytes)))
-    raw, flat = [], torch.ones(plan.num_bytes, dtype=torch.uint8, device=transport.device)
+        sent.append(seconds_of(lambda: send(link, _buckets(plan, weights), plan.specs, plan.bucket_bytes)))
+    raw, flat = [], torch.ones(plan.num_bytes, dtype=torch.uint8, device=link.device)
     for _ in range(_TIMES):
         barrier.wait()  # bounded: it ends with its parent
-        raw.append(seconds_of(lambda: transport.broadcast(flat)))
+        raw.append(seconds_of(lambda: link.broadcast(flat)))
     barrier.wait()  # bounded: it ends with its parent
     begin, lost = time.perf_counter(), False
     try:
-        for _ in range(_TIMES):  # more than a connection takes while its peer does not read
-            send(transport, _buckets(plan, held), plan.specs, plan.bucket_bytes)
+        for _ in range(_TIMES):  # more than a connection buffers while its peer does not read
+            send(link, _buckets(plan, weights), plan.specs, plan.bucket_bytes)
     except TransferLost:
         lost = True
     noticed_s = time.perf_counter() - begin
-    transport.close()
+    link.close()
     begin = time.perf_counter()
-    transport = plan.open(0, plan.next_port)
+    link = plan.open(0, plan.next_port)
     reconnect_s = time.perf_counter() - begin
-    send(transport, _buckets(plan, held), plan.specs, plan.bucket_bytes)
-    transport.close()
+    send(link, _buckets(plan, weights), plan.specs, plan.bucket_bytes)
+    link.close()
     return {
         "seconds": sent, "raw_seconds": raw, "noticed_s": noticed_s, "lost": lost, "reconnect_s": reconnect_s,
     }  # fmt: skip
@@ -102,7 +93,7 @@ def _receiver(barrier: Barrier, plan: TransferPlan) -> dict[str, Any]:
     transport, whole = plan.open(1, plan.port), 0
     for _ in range(_TIMES):
         barrier.wait()  # bounded: it ends with its parent
-        whole += _received(transport, plan)
+        whole += _receive_all(transport, plan)
     flat = torch.zeros(plan.num_bytes, dtype=torch.uint8, device=transport.device)
     for _ in range(_TIMES):
         barrier.wait()  # bounded: it ends with its parent
@@ -111,7 +102,7 @@ def _receiver(barrier: Barrier, plan: TransferPlan) -> dict[str, Any]:
     next(receive(transport, plan.specs, plan.bucket_bytes))
     transport.close()  # in the middle of the transfer
     transport = plan.open(1, plan.next_port)
-    again = _received(transport, plan)
+    again = _receive_all(transport, plan)
     transport.close()
     return {"whole": whole == _TIMES, "whole_again": again}
 
@@ -120,16 +111,16 @@ def _weights(plan: TransferPlan) -> dict[str, Tensor]:
     target = this_device() if plan.backend == "nccl" else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     numbers = (torch.randn(spec.shape, generator=generator) for spec in plan.specs)
-    return {spec.name: own.to(target, torch.bfloat16) for spec, own in zip(plan.specs, numbers, strict=True)}
+    return {spec.name: t.to(target, torch.bfloat16) for spec, t in zip(plan.specs, numbers, strict=True)}
 
 
-def _buckets(plan: TransferPlan, held: dict[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
+def _buckets(plan: TransferPlan, weights: dict[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
     for bucket in make_buckets(plan.specs, plan.bucket_bytes):
-        yield [(spec.name, held[spec.name]) for spec in bucket]
+        yield [(spec.name, weights[spec.name]) for spec in bucket]
 
 
-def _received(transport: Any, plan: TransferPlan) -> bool:
-    """Receive the weights; `receive` raises where their checksum is not the sender's."""
+def _receive_all(transport: Any, plan: TransferPlan) -> bool:
+    """Receive the weights; `receive` raises if their checksum differs from the sender's."""
     count = sum(len(bucket) for bucket in receive(transport, plan.specs, plan.bucket_bytes))
     if device_type() == "cuda":
         torch.cuda.synchronize()
@@ -137,29 +128,22 @@ def _received(transport: Any, plan: TransferPlan) -> bool:
 
 
 def nccl(task: CheckTask) -> Iterator[tuple[str, Findings]]:
-    """Time a transfer, one that is cut off, and the group after it."""
-    found, size = Findings(), _BYTES_REHEARSED if task.rehearsal else _BYTES
+    """Time a transfer, a cut one, and the group after it."""
+    findings, size = Findings(), _BYTES_REHEARSED if task.rehearsal else _BYTES
     plan = TransferPlan(
-        "nccl" if device_type() == "cuda" else "gloo",
-        free_port("127.0.0.1"),
-        free_port("127.0.0.1"),
-        new_secret(),
-        size,
-        _DEADLINE_S,
-    )
+        "nccl" if device_type() == "cuda" else "gloo", free_port("127.0.0.1"), free_port("127.0.0.1"),
+        new_secret(), size, _DEADLINE_S,
+    )  # fmt: skip
     jobs: list[dict[str, Any]] = [{"plan": plan, "rank": rank} for rank in range(2)]
     sent, received = run_jobs(measure, jobs, threads=1, gpus=1)
     rate, limit = size / min(sent["seconds"]), size / min(sent["raw_seconds"])
-    found.figures |= {
-        "nccl/bytes_per_s": rate,
-        "nccl/raw_bytes_per_s": limit,
-        "nccl/of_raw": rate / limit,
-        "nccl/noticed_s": sent["noticed_s"],
-        "nccl/reconnect_s": sent["reconnect_s"],
-    }
-    found.notes.append(f"{written(rate, 'B/s')}, {written(rate / limit, '%')} of one broadcast")
-    found.true("all bytes arrive", received["whole"], "the receiver compares checksums")
-    found.true("a cut transfer is reported as lost", sent["lost"], "TransferLost, not the deadline")
-    found.at_most("seconds until then", sent["noticed_s"], NOTICED_S, "the connection next to it closes")
-    found.true("all bytes arrive in the next group", received["whole_again"], "a new communicator")
-    yield "nccl", found
+    findings.figures |= {
+        "nccl/bytes_per_s": rate, "nccl/raw_bytes_per_s": limit, "nccl/of_raw": rate / limit,
+        "nccl/noticed_s": sent["noticed_s"], "nccl/reconnect_s": sent["reconnect_s"],
+    }  # fmt: skip
+    findings.notes.append(f"{written(rate, 'B/s')}, {written(rate / limit, '%')} of one broadcast")
+    findings.true("all bytes arrive", received["whole"], "the receiver compares checksums")
+    findings.true("a cut transfer is reported as lost", sent["lost"], "TransferLost, not the deadline")
+    findings.at_most("seconds until then", sent["noticed_s"], NOTICED_S, "the connection next to it closes")
+    findings.true("all bytes arrive in the next group", received["whole_again"], "a new communicator")
+    yield "nccl", findings

@@ -24,28 +24,29 @@ def train(world, config, **kwargs):
     asyncio.run(run(config, world.workers(), fakes.prompts(40), [], world, world, **kwargs))
 
 
-def scored_by(world, rewards_of):
-    """``rewards_of`` (batch number, index in the batch) -> rewards of the group; batches come in turn."""
-    seen = []
+def scored_by(group_rewards):
+    """Return a world with the rewards ``rewards_of`` (batch number, index of the group in the batch)."""
+    world, uids = fakes.World(jitter=False), []
 
     async def score(prompt, rollouts):
-        step, index = divmod(len(seen), 4)
-        seen.append(prompt.uid)
-        rewards = np.array(rewards_of(step, index), np.float32)
+        step, index = divmod(len(uids), 4)
+        uids.append(prompt.uid)
+        rewards = np.array(group_rewards(step, index), np.float32)
         return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
 
     world.score = score
+    return world
 
 
-def updates_say(world, **by_step):
-    """Make ``world``'s updates return these metrics, a list with one value per step."""
+def set_update_metrics(world, **by_step):
+    """Make updates of ``world`` return these metrics, a list with one value per step."""
     update, names = world.update, {name.replace("__", "/"): values for name, values in by_step.items()}
 
-    async def updated(batches, *, kl_coef, bounds):
+    async def update_with_metrics(batches, *, kl_coef, bounds):
         step = len(world.updates)
         return await update(batches, kl_coef=kl_coef, bounds=bounds) | {n: v[step] for n, v in names.items()}
 
-    world.update = updated
+    world.update = update_with_metrics
 
 
 # --- steps that are not trained on
@@ -53,10 +54,9 @@ def updates_say(world, **by_step):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_step_without_signal_is_not_trained_on_and_versions_still_advance(staleness):
-    """Of steps 1 to 4 the second has no group whose rewards differ, the third has one."""
-    world = fakes.World(jitter=False)
+    """Of steps 1 to 4, the second has only zero-variance groups, the third has one with a signal."""
     signals = [4, 0, 1, 4]
-    scored_by(world, lambda step, index: [0.0, 1.0] if index < signals[step] else [1.0, 1.0])
+    world = scored_by(lambda step, index: [0.0, 1.0] if index < signals[step] else [1.0, 1.0])
     config = fakes.config(steps=4, max_staleness=staleness, health={"min_signal_groups": 1})
     train(world, config)
     assert len(world.updates) == 3
@@ -71,8 +71,7 @@ def test_a_step_without_signal_is_not_trained_on_and_versions_still_advance(stal
 
 
 def test_a_step_that_lacks_a_signal_because_samples_were_not_scored_says_so():
-    world = fakes.World(jitter=False)
-    scored_by(world, lambda step, index: [math.nan, 1.0])
+    world = scored_by(lambda step, index: [math.nan, 1.0])
     train(world, fakes.config(steps=1, health={"min_signal_groups": 1}))
     (warning,) = world.warnings
     assert "rewards differ within 0 of 4 groups" in warning
@@ -81,28 +80,26 @@ def test_a_step_that_lacks_a_signal_because_samples_were_not_scored_says_so():
 
 def test_the_minimum_number_of_groups_with_a_signal_can_be_set():
     for needed, trained in ((0, 2), (2, 1), (3, 0)):
-        world = fakes.World(jitter=False)
-        scored_by(world, lambda step, index: [0.0, float(index < 2 * step)])
+        world = scored_by(lambda step, index: [0.0, float(index < 2 * step)])
         train(world, fakes.config(steps=2, health={"min_signal_groups": needed}))
         assert len(world.updates) == trained, needed
 
 
 def test_every_step_is_trained_on_if_equal_rewards_give_advantages():
-    world = fakes.World(jitter=False)
-    scored_by(world, lambda step, index: [1.0, 1.0])
+    world = scored_by(lambda step, index: [1.0, 1.0])
     algorithm = {"advantage": "reinforce_pp"}
     train(world, fakes.config(steps=2, health={"min_signal_groups": 1}, algorithm=algorithm))
     assert len(world.updates) == 2 and not world.warnings
 
 
-def unscored_in(world, steps):
-    """The reward of ``world`` scores nothing in ``steps``, numbered from 0."""
+def unscored_in(steps):
+    """Return a world whose reward scores nothing in ``steps``, numbered from 0, and the reason."""
     reason = "reward mine:score: ZeroDivisionError: division by zero (/home/me/mine.py:2 in score)"
 
-    def rewards_of(step, index):
+    def group_rewards(step, index):
         return [math.nan] * 2 if step in steps else [0.0, 1.0]
 
-    scored_by(world, rewards_of)
+    world = scored_by(group_rewards)
     score = world.score
 
     async def with_reasons(prompt, rollouts):
@@ -110,19 +107,18 @@ def unscored_in(world, steps):
         return dataclasses.replace(group, failures=[(reason,)] * 2 if np.isnan(group.rewards).all() else ())
 
     world.score = with_reasons
-    return reason
+    return world, reason
 
 
 def test_a_step_in_which_no_sample_is_scored_ends_the_run_with_the_reason():
-    """Under any action, and before 50 steps without a trained token."""
+    """With any action, and before 50 steps without a trained token."""
     for action in ("skip", "warn", "stop", "rollback"):
-        world = fakes.World(jitter=False)
-        reason = unscored_in(world, {1})
-        with pytest.raises(Unhealthy) as ended:
+        world, reason = unscored_in({1})
+        with pytest.raises(Unhealthy) as end:
             train(world, fakes.config(steps=9, health={"action": action}))
-        assert ended.value.exit_code == 3 and len(world.updates) == 1
-        said = str(ended.value)
-        assert said.startswith(
+        assert end.value.exit_code == 3 and len(world.updates) == 1
+        message = str(end.value)
+        assert message.startswith(
             f"step 2: the first step in which no sample could be scored: {reason}. Stopped"
         )
         assert world.warnings == [f"step 2: no sample could be scored: {reason}"]
@@ -130,36 +126,32 @@ def test_a_step_in_which_no_sample_is_scored_ends_the_run_with_the_reason():
 
 
 def test_a_key_allows_more_steps_in_which_no_sample_is_scored():
-    world = fakes.World(jitter=False)
-    unscored_in(world, {1, 3, 4})
+    world, _ = unscored_in({1, 3, 4})
     train(world, fakes.config(steps=6, health={"unscored_steps_above": 2}))
     assert len(world.updates) == 3
+    world, _ = unscored_in({1, 3, 4})
     with pytest.raises(Unhealthy, match="step 5: the last of 2 steps in a row in which no sample could be"):
-        world = fakes.World(jitter=False)
-        unscored_in(world, {1, 3, 4})
         train(world, fakes.config(steps=6, health={"unscored_steps_above": 1}))
-    world = fakes.World(jitter=False)
-    unscored_in(world, range(6))
+    world, _ = unscored_in(range(6))
     train(world, fakes.config(steps=6, health={"unscored_steps_above": None}))
     assert not world.updates
 
 
 def test_the_kl_weight_stays_where_nothing_was_trained():
-    world = fakes.World(jitter=False)
-    scored_by(world, lambda step, index: [0.0, float(step != 1)])
-    updates_say(world, ref__kl=[5.0, math.nan, 5.0])
+    world = scored_by(lambda step, index: [0.0, float(step != 1)])
+    set_update_metrics(world, ref__kl=[5.0, math.nan, 5.0])
     kl = {"coef": 0.1, "target": 0.5, "gain": 1.0}
     config = fakes.config(steps=4, health={"min_signal_groups": 1}, algorithm={"kl": kl})
     workers = world.workers(reference=True)
     asyncio.run(run(config, workers, fakes.prompts(40), [], world, world))
-    seen = [world.logged[s]["ref/kl_coef"] for s in (1, 2, 3, 4)]
-    # Step 1 raises it by a fifth; step 2 is not trained on; the KL of step 3 is not a number.
-    assert seen == pytest.approx([0.1, 0.12, 0.12, 0.12])
+    kl_coefs = [world.logged[s]["ref/kl_coef"] for s in (1, 2, 3, 4)]
+    # Step 1 raises it by a fifth; step 2 is not trained on; the KL of step 3 is NaN.
+    assert kl_coefs == pytest.approx([0.1, 0.12, 0.12, 0.12])
 
 
 def test_the_batch_of_a_skipped_update_is_quarantined_and_the_run_continues():
     world = fakes.World(jitter=False)
-    updates_say(world, health__skipped_updates=[0.0, 1.0, 0.0], loss__total=[0.5, math.nan, 0.5])
+    set_update_metrics(world, health__skipped_updates=[0.0, 1.0, 0.0], loss__total=[0.5, math.nan, 0.5])
     train(world, fakes.config(steps=3))
     assert list(world.quarantined) == [2] and len(world.quarantined[2]) == 4
     (warning,) = world.warnings
@@ -170,7 +162,7 @@ def test_the_batch_of_a_skipped_update_is_quarantined_and_the_run_continues():
 
 def test_weights_that_are_not_finite_end_the_run_before_an_engine_gets_them():
     world = fakes.World(jitter=False)
-    updates_say(world, health__bad_weights=[0.0, 1.0])
+    set_update_metrics(world, health__bad_weights=[0.0, 1.0])
     with pytest.raises(
         Unhealthy, match=r"step 2: the weights are not finite.*quarantine/step_000002\.parquet"
     ):
@@ -194,13 +186,13 @@ def watch(state=None, **settings):
     return HealthWatch(fakes.config(health=settings), fakes.World(), state or HealthState())
 
 
-def alarms_of(metrics, state=None, **settings):
+def alarms_for(metrics, state=None, **settings):
     alarms, counts = watch(state, **settings).examine(1, metrics)
     return [bound.describe(metrics | counts) for bound in alarms]
 
 
 @pytest.mark.parametrize(
-    ("settings", "metric", "fine", "beyond", "words"),
+    ("settings", "metric", "okay", "beyond", "words"),
     [
         ({"entropy_below": 0.1}, "policy/entropy", 0.1, 0.09, "0.09 is below 0.1 (`health.entropy_below`)"),
         ({"truncated_above": 0.5}, "rollout/truncated_share", 0.5, 0.75, "0.75 is above 0.5"),
@@ -209,17 +201,17 @@ def alarms_of(metrics, state=None, **settings):
         ({"kl_above": None}, "ref/kl", 1e9, None, None),
     ],
 )
-def test_a_metric_beyond_its_bound_is_named_with_value_bound_and_key(settings, metric, fine, beyond, words):
-    for harmless in (fine, math.nan):
-        assert alarms_of({metric: harmless}, **settings) == []
-    assert alarms_of({}, **settings) == []
+def test_a_metric_beyond_its_bound_is_named_with_value_bound_and_key(settings, metric, okay, beyond, words):
+    for harmless in (okay, math.nan):
+        assert alarms_for({metric: harmless}, **settings) == []
+    assert alarms_for({}, **settings) == []
     if beyond is not None:
-        (said,) = alarms_of({metric: beyond}, **settings)
-        assert said.startswith(f"{metric} = ") and words in said
+        (alarm,) = alarms_for({metric: beyond}, **settings)
+        assert alarm.startswith(f"{metric} = ") and words in alarm
 
 
 def test_a_reward_is_compared_with_the_highest_so_far():
-    """Greatest 0.2, 0.8, 0.8, 0.8: half of it is 0.1, 0.4, 0.4; below that are 0.39 and not 0.4."""
+    """The highest is 0.2, then 0.8, half of it 0.1, then 0.4; 0.39 is below that, 0.4 is not."""
     health = watch(reward_below_share=0.5)
     rewards = [0.2, 0.8, 0.4, math.nan, 0.39]
     alarms = [[a.key for a in health.examine(1, {"reward/mean": r})[0]] for r in rewards]
@@ -230,12 +222,12 @@ def test_a_reward_is_compared_with_the_highest_so_far():
 
 
 def test_a_gradient_is_compared_with_the_median_of_earlier_ones():
-    """Of 1, 5, 2, 4, 3 the median is 3: four times that is 12. Fewer than five are no median."""
+    """The median of 1, 5, 2, 4, 3 is 3, four times that is 12. Fewer than five norms have no bound."""
     norms = [1.0, 5.0, 2.0, 4.0]
-    assert alarms_of({"policy/grad_norm": 100.0}, HealthState(None, tuple(norms)), grad_norm_spike=4) == []
+    assert alarms_for({"policy/grad_norm": 100.0}, HealthState(None, tuple(norms)), grad_norm_spike=4) == []
     before = HealthState(None, (*norms, 3.0))
-    assert alarms_of({"policy/grad_norm": 12.0}, before, grad_norm_spike=4) == []
-    assert alarms_of({"policy/grad_norm": 12.5}, before, grad_norm_spike=4) == [
+    assert alarms_for({"policy/grad_norm": 12.0}, before, grad_norm_spike=4) == []
+    assert alarms_for({"policy/grad_norm": 12.5}, before, grad_norm_spike=4) == [
         "policy/grad_norm = 12.5 is above 4 x 3, its median (`health.grad_norm_spike`)"
     ]
     health = watch(HealthState(None, tuple(map(float, range(1, 21)))))
@@ -259,37 +251,38 @@ def test_too_many_skipped_updates_in_a_row_exceed_a_bound():
 
 def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(capsys):
     world = fakes.World(jitter=False)
-    updates_say(world, ref__kl=[0.1, 0.1, 12.0, 0.1])
+    set_update_metrics(world, ref__kl=[0.1, 0.1, 12.0, 0.1])
     config = fakes.config(steps=4, checkpoint={"every": 1}, health={"action": "stop"})
-    with pytest.raises(Unhealthy) as ended:
+    with pytest.raises(Unhealthy) as end:
         train(world, config)
     for part in ("step 3: ref/kl = 12 is above 10 (`health.kl_above`)", "quarantine/step_000003.parquet"):
-        assert part in str(ended.value)
+        assert part in str(end.value)
     assert list(world.saved) == [1, 2] and world.logged[3]["health/alarms"] == 1.0
     assert list(world.quarantined) == [3]
-    assert report_end(ended.value) == 3
-    assert capsys.readouterr().err == f"{ended.value}\n"
+    assert report_end(end.value) == 3
+    assert capsys.readouterr().err == f"{end.value}\n"
 
 
 # --- steps that are skipped for a bound
 
 
-def looping(world, share):
-    """From the second batch on a ``share`` of the samples is degenerate, and rewards are lower."""
-    score, seen = world.score, []
+def looping(share):
+    """Return a world where from the second batch on a ``share`` of the samples is degenerate."""
+    world, uids = fakes.World(jitter=False), []
+    score = world.score
 
-    async def scored(prompt, rollouts):
+    async def score_degenerate(prompt, rollouts):
         group = await score(prompt, rollouts)
-        seen.append(prompt.uid)
-        later = len(seen) > 4
+        uids.append(prompt.uid)
+        later = len(uids) > 4
         return dataclasses.replace(group, degenerate=round(share * len(rollouts)) if later else 0)
 
-    world.score = scored
+    world.score = score_degenerate
+    return world
 
 
 def test_a_batch_beyond_a_bound_is_reported_and_kept_and_not_trained_on():
-    world = fakes.World(jitter=False)
-    looping(world, share=1.0)
+    world = looping(share=1.0)
     train(world, fakes.config(steps=3, health={"degenerate_above": 0.9}, tracking={"samples": False}))
     assert len(world.updates) == 1 and world.version == 3
     assert list(world.quarantined) == [2, 3] and len(world.quarantined[2]) == 4
@@ -299,15 +292,13 @@ def test_a_batch_beyond_a_bound_is_reported_and_kept_and_not_trained_on():
     )
     assert [world.logged[s]["health/skipped_in_a_row"] for s in (1, 2, 3)] == [0, 1, 2]
     assert "trained" in world.ledger_entries[1] and "skipped" in world.ledger_entries[2]
-    half = fakes.World(jitter=False)
-    looping(half, share=0.5)
+    half = looping(share=0.5)
     train(half, fakes.config(steps=3, health={"degenerate_above": 0.9}))
     assert len(half.updates) == 3 and half.logged[3]["rollout/degenerate_share"] == 0.5
 
 
 def test_a_reward_that_has_collapsed_is_not_trained_on():
-    world = fakes.World(jitter=False)
-    scored_by(world, lambda step, index: [0.0, 1.0 if step != 1 else 0.4])
+    world = scored_by(lambda step, index: [0.0, 1.0 if step != 1 else 0.4])
     train(world, fakes.config(steps=3, health={"reward_below_share": 0.5}))
     assert len(world.updates) == 2
     assert [step for step in world.ledger_entries if "skipped" in world.ledger_entries[step]] == [2]
@@ -315,8 +306,7 @@ def test_a_reward_that_has_collapsed_is_not_trained_on():
 
 
 def test_a_run_that_skips_too_many_steps_in_a_row_is_stopped():
-    world = fakes.World(jitter=False)
-    looping(world, share=1.0)
+    world = looping(share=1.0)
     with pytest.raises(Unhealthy, match=r"step 4: health/skipped_in_a_row = 3 is above 2 \(`health\.skip"):
         train(world, fakes.config(steps=8, health={"skipped_steps_above": 2, "degenerate_above": 0.9}))
     assert len(world.updates) == 1 and sorted(world.logged) == [1, 2, 3, 4]
@@ -326,16 +316,15 @@ def test_a_run_that_skips_too_many_steps_in_a_row_is_stopped():
 
 
 @pytest.mark.parametrize("action", ["skip", "warn", "stop", "rollback"])
-@pytest.mark.parametrize("why", ["equal rewards", "not scored"])
-def test_a_run_that_trains_on_no_token_for_too_many_steps_ends_whatever_the_action(why, action, monkeypatch):
-    """Of the first four steps the second can be trained on, which resets the count."""
+@pytest.mark.parametrize("kind", ["equal rewards", "not scored"])
+def test_a_run_that_trains_on_no_token_for_too_many_steps_ends_whatever_the_action(kind, action, monkeypatch):
+    """Of the first four steps only the second is trained on, which resets the count."""
     assert health_watch._MOST_IDLE == 50
     monkeypatch.setattr(health_watch, "_MOST_IDLE", 2)
-    world = fakes.World(jitter=False)
-    idle = [1.0, 1.0] if why == "equal rewards" else [math.nan, math.nan]
-    scored_by(world, lambda step, index: [0.0, 1.0] if step == 1 else idle)
-    health = {"action": action, "min_signal_groups": int(why == "equal rewards")}
-    health |= {"unscored_steps_above": None}
+    equal = kind == "equal rewards"
+    idle = [1.0, 1.0] if equal else [math.nan, math.nan]
+    world = scored_by(lambda step, index: [0.0, 1.0] if step == 1 else idle)
+    health = {"action": action, "min_signal_groups": int(equal), "unscored_steps_above": None}
     with pytest.raises(Unhealthy) as stop:
         train(world, fakes.config(steps=9, health=health))
     assert str(stop.value).startswith("step 5: 3 steps in a row trained on no token: reward/mean = ")
@@ -360,13 +349,11 @@ def test_a_run_whose_samples_are_all_cut_off_and_masked_trains_on_no_token(monke
 
 def test_idle_steps_are_counted_across_a_resume(monkeypatch):
     config = fakes.config(steps=4, checkpoint={"every": 2}, health={"min_signal_groups": 1})
-    world = fakes.World(jitter=False)
-    scored_by(world, lambda step, index: [1.0, 1.0])
+    world = scored_by(lambda step, index: [1.0, 1.0])
     train(world, config)
     assert world.saved[2].health.idle == 2 and not world.updates
-    resumed = fakes.World(jitter=False)
+    resumed = scored_by(lambda step, index: [1.0, 1.0])
     resumed.version = 2
-    scored_by(resumed, lambda step, index: [1.0, 1.0])
     monkeypatch.setattr(health_watch, "_MOST_IDLE", 2)
     with pytest.raises(Unhealthy, match=r"step 3: 3 steps in a row"):
         train(resumed, config, progress=world.saved[2])
@@ -390,7 +377,7 @@ def test_updates_get_bounds_only_if_the_action_is_skip():
 
 def test_a_warning_of_skipped_updates_names_the_bound():
     world = fakes.World(jitter=False)
-    updates_say(
+    set_update_metrics(
         world,
         health__skipped_updates=[0.0, 2.0, 0.0], health__refused_kl_above=[0.0, 2.0, 0.0],
         ref__kl=[0.1, 12.0, 0.1], policy__grad_norm=[1.0, 50.0, 1.0],
@@ -411,20 +398,18 @@ def test_the_gradient_norm_of_a_skipped_update_is_not_remembered():
 
 
 def test_a_resumed_run_remembers_what_its_metrics_are_compared_with():
-    """Step 4 is a collapse only in comparison with the reward 1 of step 1."""
+    """Step 4 is a collapse only relative to the reward 1 of step 1."""
     rewards = [1.0, 0.9, 0.9, 0.1]
     health = {"action": "warn", "reward_below_share": 0.5, "min_signal_groups": 0}
     config = fakes.config(steps=4, checkpoint={"every": 2}, health=health)
-    world = fakes.World(jitter=False)
-    scored_by(world, lambda step, index: [rewards[step]] * 2)
-    updates_say(world, policy__grad_norm=[1.0, 2.0, 3.0, 4.0])
+    world = scored_by(lambda step, index: [rewards[step]] * 2)
+    set_update_metrics(world, policy__grad_norm=[1.0, 2.0, 3.0, 4.0])
     train(world, config)
     assert len(world.warnings) == 1
-    kept = world.saved[2].health
-    assert kept == HealthState(1.0, (1.0, 2.0), 0)
-    resumed = fakes.World(jitter=False)
+    state = world.saved[2].health
+    assert state == HealthState(1.0, (1.0, 2.0), 0)
+    resumed = scored_by(lambda step, index: [rewards[2 + step]] * 2)
     resumed.version = 2
-    scored_by(resumed, lambda step, index: [rewards[2 + step]] * 2)
     train(resumed, config, progress=world.saved[2])
     assert resumed.warnings == world.warnings
 
@@ -439,11 +424,11 @@ def test_samples_with_a_nan_log_prob_are_counted_and_reported():
     world = fakes.World(jitter=False)
     score = world.score
 
-    async def broken(prompt, rollouts):
+    async def score_with_nan(prompt, rollouts):
         rollouts[0].logprobs[1] = math.nan
         return await score(prompt, rollouts)
 
-    world.score = broken
+    world.score = score_with_nan
     config = fakes.config(steps=1, algorithm={"skip_idle_rows": False})
     train(world, config)
     groups = config.batch.prompts_per_step

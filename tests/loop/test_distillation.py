@@ -1,4 +1,4 @@
-"""Teachers and demonstrations in the driver's loop: who is asked for what, and what reaches the batch."""
+"""Teachers and demonstrations in the driver's loop: which requests are made, and what reaches the batch."""
 
 import asyncio
 from collections import Counter
@@ -16,29 +16,29 @@ from tests.support import fakes
 
 
 class Teacher:
-    """Gives every token the log-prob ``value``, and records the prompts it reads."""
+    """Return log-prob ``value`` for every token; record the prompts that are read."""
 
     def __init__(self, value):
-        self.value, self.asked = value, []
+        self.value, self.read = value, []
 
     async def logprobs(self, prompt, rollouts, top_k=0):
-        self.asked.append(prompt)
+        self.read.append(prompt)
         return [TeacherLogprobs(np.full(len(r.completion_ids), self.value, np.float32)) for r in rollouts]
 
 
 class Distributed(Teacher):
-    """Also gives likeliest tokens: 40, 41 ... at every place, the first with the log-prob ``value``."""
+    """Also return top-k tokens: 40, 41 ... at every position, the first with log-prob ``value``."""
 
     async def logprobs(self, prompt, rollouts, top_k=0):
-        def of_row(sampled):
+        def distribution(sampled):
             ids = np.tile(np.arange(40, 40 + top_k, dtype=np.int32), (len(sampled), 1))
             return TeacherLogprobs(sampled, ids, np.float32(self.value) - (ids - 40).astype(np.float32))
 
-        return [of_row(own.sampled) for own in await super().logprobs(prompt, rollouts)]
+        return [distribution(logprobs.sampled) for logprobs in await super().logprobs(prompt, rollouts)]
 
 
 class EqualRewards(fakes.World):
-    """No group has a signal of its own. ``unscored``: of these prompts no sample has a reward."""
+    """All groups are zero-variance. ``unscored``: prompts whose samples have no reward."""
 
     unscored = ()
 
@@ -66,14 +66,14 @@ def teacher(name, **how):
 
 
 def test_each_sample_learns_from_exactly_the_teachers_of_its_source():
-    world, asked = EqualRewards(), {"of_even": Teacher(-3.0), "of_all": Teacher(-2.0)}
+    world, teachers = EqualRewards(), {"of_even": Teacher(-3.0), "of_all": Teacher(-2.0)}
     config = fakes.config(
         steps=2,
         distillation={"teachers": [teacher("of_even", sources=["even"]), teacher("of_all")], "coef": 0.5},
     )
-    batches = train(world, config, two_sources(), asked)
-    assert {p.source for p in asked["of_even"].asked} == {"even"}
-    assert {p.source for p in asked["of_all"].asked} == {"even", "odd"}
+    batches = train(world, config, two_sources(), teachers)
+    assert {p.source for p in teachers["of_even"].read} == {"even"}
+    assert {p.source for p in teachers["of_all"].read} == {"even", "odd"}
     prompts = {p.uid: p for p in two_sources()}
     for step, batch in enumerate(batches):
         sources = [prompts[g.prompt.uid].source for g in world.sampled_groups[f"step_{step + 1:06d}"]]
@@ -91,7 +91,7 @@ def test_each_sample_learns_from_exactly_the_teachers_of_its_source():
 @pytest.mark.parametrize("kl", ["advantage", "sampled"])
 @pytest.mark.parametrize("reward_coef", [0.0, 1.0])
 def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(kl, reward_coef, monkeypatch):
-    """Also samples without a reward; no health check, no idle row and no ledger line says otherwise."""
+    """Also samples without a reward. Health checks, idle rows and the ledger agree."""
     monkeypatch.setattr("grpo_dist.health._MOST_IDLE", 1)
     world = EqualRewards()
     world.unscored = ("p1",)
@@ -107,8 +107,8 @@ def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(k
     ]
     assert all(metrics["group/no_signal_share"] == 0.0 for metrics in world.logged.values())
     for batch in batches:
-        taught = batch.policy.mask if kl == "advantage" else batch.teacher.mask
-        assert taught.sum() == 16 and len(batch) == 8
+        mask = batch.policy.mask if kl == "advantage" else batch.teacher.mask
+        assert mask.sum() == 16 and len(batch) == 8
         if kl == "sampled":
             assert batch.denominators.taught == 16.0 and not batch.policy.advantages.any()
             assert torch.equal(batch.teacher.logprobs, torch.where(batch.teacher.mask, -3.0, 0.0))
@@ -117,7 +117,7 @@ def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(k
 @pytest.mark.parametrize("unscored", [("p0", "p1", "p2", "p3"), ("p1",), ()])
 @pytest.mark.parametrize("kl", ["advantage", "sampled"])
 def test_a_token_that_only_a_teacher_trains_is_a_trained_token(kl, unscored, monkeypatch):
-    """Tokens of two streams count once, and the run does not end as one that trains on none."""
+    """Tokens of two streams count once, and the run does not stop for a lack of trained tokens."""
     monkeypatch.setattr("grpo_dist.health._MOST_IDLE", 1)
     world = EqualRewards()
     world.unscored = unscored
@@ -127,7 +127,7 @@ def test_a_token_that_only_a_teacher_trains_is_a_trained_token(kl, unscored, mon
 
 
 def test_rewards_and_teacher_are_weighed_in_the_advantage():
-    """Two groups of the same samples: with the weight 0 of rewards only the teacher's part is left."""
+    """Two groups of the same samples: with reward weight 0 only the teacher's part is left."""
     parts = {}
     for reward_coef in (0.0, 1.0, 3.0):
         config = fakes.config(
@@ -143,12 +143,12 @@ def test_rewards_and_teacher_are_weighed_in_the_advantage():
 
 
 def test_a_teacher_reads_its_own_prompt_and_the_policy_does_not():
-    shown = [replace(p, teacher_ids={"t": np.array([9, 9, 9, 9], np.int32)}) for p in fakes.prompts(4)]
-    asked = Teacher(-2.0)
+    prompts = [replace(p, teacher_ids={"t": np.array([9, 9, 9, 9], np.int32)}) for p in fakes.prompts(4)]
+    reader = Teacher(-2.0)
     config = fakes.config(steps=1, distillation={"teachers": [teacher("t")]})
-    (batch,) = train(EqualRewards(), config, shown, {"t": asked})
-    assert [p.token_ids.tolist() for p in asked.asked] == [[9] * 4] * 4
-    assert all(not p.teacher_ids for p in asked.asked)
+    (batch,) = train(EqualRewards(), config, prompts, {"t": reader})
+    assert [p.token_ids.tolist() for p in reader.read] == [[9] * 4] * 4
+    assert all(not p.teacher_ids for p in reader.read)
     assert batch.tokens[:, :3].tolist() == [[1, 2, 3]] * 8
 
 
@@ -161,7 +161,7 @@ def test_a_teacher_that_is_the_reference_is_asked_without_a_kl_term():
 
 
 def test_likeliest_tokens_reach_the_rows_of_the_teachers_source_and_no_others():
-    """Each source has a teacher of its own, one source has none; the KL that is reported is unchanged."""
+    """Two sources have their own teacher, one has none; the reported KL is unchanged."""
     config = fakes.config(
         steps=1,
         distillation={
@@ -191,14 +191,14 @@ def test_likeliest_tokens_reach_the_rows_of_the_teachers_source_and_no_others():
 
 
 class CountingReference(EqualRewards):
-    """Counts how often the reference is asked about each prompt, by the tokens it reads."""
+    """Counts the requests to the reference by prompt and number of prompt tokens."""
 
     def __init__(self):
         super().__init__(jitter=False)
-        self.asked = Counter()
+        self.requests = Counter()
 
     async def logprobs(self, prompt, rollouts, top_k=0):
-        self.asked[prompt.uid, len(prompt.token_ids)] += 1
+        self.requests[prompt.uid, len(prompt.token_ids)] += 1
         return await super().logprobs(prompt, rollouts)
 
     async def refresh(self):
@@ -210,7 +210,7 @@ def test_the_reference_that_teaches_with_likeliest_tokens_is_still_asked_once_fo
         async def logprobs(self, prompt, rollouts, top_k=0):
             plain, size = await super().logprobs(prompt, rollouts), (2, top_k)
             ids, top = np.zeros(size, np.int32), np.zeros(size, np.float32)
-            return [TeacherLogprobs(own.sampled, ids, top) for own in plain]
+            return [TeacherLogprobs(teacher_logprobs.sampled, ids, top) for teacher_logprobs in plain]
 
     config = fakes.config(
         steps=1,
@@ -219,21 +219,21 @@ def test_the_reference_that_teaches_with_likeliest_tokens_is_still_asked_once_fo
     )
     world = Reference()
     (batch,) = train(world, config, fakes.prompts(4), reference=True)
-    assert set(world.asked.values()) == {1} and batch.teacher.top_ids.shape[2] == 2
+    assert set(world.requests.values()) == {1} and batch.teacher.top_ids.shape[2] == 2
     assert torch.equal(batch.policy.ref_logprobs, -1.0 * batch.policy.mask)
 
 
 def test_the_reference_is_asked_once_for_the_kl_term_and_all_teachers_that_read_the_same():
-    """Also where a teacher with a model of its own is named as the reference is."""
-    own = [teacher(name, model="reference") for name in ("own", "again", "shown")]
+    """Also if a teacher with its own model has the name `reference`."""
+    same = [teacher(name, model="reference") for name in ("own", "again", "shown")]
     config = fakes.config(
-        steps=1, algorithm={"kl": {"coef": 0.1}}, distillation={"teachers": [*own, teacher("reference")]}
+        steps=1, algorithm={"kl": {"coef": 0.1}}, distillation={"teachers": [*same, teacher("reference")]}
     )
-    shown = [replace(p, teacher_ids={"shown": np.array([9] * 4, np.int32)}) for p in fakes.prompts(4)]
+    prompts = [replace(p, teacher_ids={"shown": np.array([9] * 4, np.int32)}) for p in fakes.prompts(4)]
     world, large = CountingReference(), Teacher(-3.0)
-    (batch,) = train(world, config, shown, {"reference": large}, reference=True)
-    assert world.asked == {(f"p{i}", tokens): 1 for i in range(4) for tokens in (3, 4)}
-    assert len(large.asked) == 4 and torch.equal(batch.policy.ref_logprobs, -1.0 * batch.policy.mask)
+    (batch,) = train(world, config, prompts, {"reference": large}, reference=True)
+    assert world.requests == {(f"p{i}", tokens): 1 for i in range(4) for tokens in (3, 4)}
+    assert len(large.read) == 4 and torch.equal(batch.policy.ref_logprobs, -1.0 * batch.policy.mask)
     # The mean of -1, -1, -1 and -3, less the engine's -1.
     assert batch.policy.advantages[batch.policy.mask].tolist() == [-0.5] * 16
 
@@ -246,44 +246,44 @@ def test_a_refresh_of_the_reference_asks_no_teacher_with_a_model_of_its_own_agai
     world, large = CountingReference(), Teacher(-3.0)
     workers = replace(world.workers(reference=True), teachers={"large": large}, reference_sync=world)
     asyncio.run(driver.run(config, workers, fakes.prompts(16), [], world, world))
-    assert world.events.count("refresh") >= 3 and max(world.asked.values()) == 2
-    assert sorted(p.uid for p in large.asked) == sorted(f"p{i}" for i in range(16))
+    assert world.events.count("refresh") >= 3 and max(world.requests.values()) == 2
+    assert sorted(p.uid for p in large.read) == sorted(f"p{i}" for i in range(16))
     for (batch,) in world.updates:
         assert batch.policy.advantages[batch.policy.mask].tolist() == [-1.0] * 16
 
 
 def demonstrations(count):
-    learned = np.array([7, 8, 2], np.int32)
+    completion = np.array([7, 8, 2], np.int32)
     return [
-        Demonstration(f"d{i}", np.array([5, i], np.int32), "", "shown", completion_ids=learned)
+        Demonstration(f"d{i}", np.array([5, i], np.int32), "", "shown", completion_ids=completion)
         for i in range(count)
     ]
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_demonstrations_of_a_step_are_a_function_of_seed_and_step(updates):
-    """Every demonstration once in an epoch, and the same rows after a resume."""
+    """Every demonstration occurs once per epoch, and a resume repeats the rows."""
     config = fakes.config(
         steps=4,
         batch={"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": updates},
         demonstrations={"data": "shown.jsonl", "rows_per_step": 4, "coef": 0.1},
         checkpoint={"every": 2},
     )
-    shown, world = demonstrations(8), fakes.World(jitter=False)
-    batches = train(world, config, fakes.prompts(40), demonstrations=shown)
+    data, world = demonstrations(8), fakes.World(jitter=False)
+    batches = train(world, config, fakes.prompts(40), demonstrations=data)
     assert len(batches) == 4 * updates
     for batch in batches:
-        rows = batch.demonstrated.any(dim=1)
-        assert rows.sum() == 4 // updates and batch.denominators.demonstrated == 3 * rows.sum()
-        assert not batch.policy.mask[rows].any() and not batch.policy.advantages[rows].any()
+        added = batch.demonstrated.any(dim=1)
+        assert added.sum() == 4 // updates and batch.denominators.demonstrated == 3 * added.sum()
+        assert not batch.policy.mask[added].any() and not batch.policy.advantages[added].any()
         assert len(set(batch.row_ids.tolist())) == len(batch)
-    of_steps = [world.ledger_entries[step]["demonstrations"] for step in range(1, 5)]
-    for epoch in (of_steps[:2], of_steps[2:]):
+    uids = [world.ledger_entries[step]["demonstrations"] for step in range(1, 5)]
+    for epoch in (uids[:2], uids[2:]):
         assert sorted(epoch[0] + epoch[1]) == [f"d{i}" for i in range(8)]
-    again = fakes.World(jitter=False)
-    again.version = 2
-    resumed = train(again, config, fakes.prompts(40), demonstrations=shown, progress=world.saved[2])
-    assert [again.ledger_entries[step]["demonstrations"] for step in (3, 4)] == of_steps[2:]
+    resumed_world = fakes.World(jitter=False)
+    resumed_world.version = 2
+    resumed = train(resumed_world, config, fakes.prompts(40), demonstrations=data, progress=world.saved[2])
+    assert [resumed_world.ledger_entries[step]["demonstrations"] for step in (3, 4)] == uids[2:]
     for one, other in zip(batches[2 * updates :], resumed, strict=True):
         assert torch.equal(one.demonstrated, other.demonstrated) and torch.equal(one.tokens, other.tokens)
 
@@ -294,11 +294,11 @@ def test_demonstrations_change_no_metric_of_the_samples_and_no_row_of_theirs():
     config = fakes.config(steps=2, demonstrations={"data": "shown.jsonl", "rows_per_step": 3})
     train(joined, config, fakes.prompts(16), demonstrations=demonstrations(5))
     for step in (1, 2):
-        own, other = plain.logged[step], joined.logged[step]
-        names = [name for name in own if name.startswith(("reward/", "rollout/", "group/", "outcome/"))]
-        assert len(names) > 10 and {n: other[n] for n in names} == {n: own[n] for n in names}
-        assert other["train/rows"] == own["train/rows"] + 3
-        assert other["train/loss_tokens"] == own["train/loss_tokens"] + 9
+        before, after = plain.logged[step], joined.logged[step]
+        names = [name for name in before if name.startswith(("reward/", "rollout/", "group/", "outcome/"))]
+        assert len(names) > 10 and {n: after[n] for n in names} == {n: before[n] for n in names}
+        assert after["train/rows"] == before["train/rows"] + 3
+        assert after["train/loss_tokens"] == before["train/loss_tokens"] + 9
         ledger = dict(joined.ledger_entries[step])
         assert len(ledger.pop("demonstrations")) == 3 and ledger == plain.ledger_entries[step]
 
@@ -311,6 +311,6 @@ def test_a_ledger_with_demonstrations_balances_and_counts_them(tmp_path):
     )
     assert audit(path, steps=2, prompts_per_step=2) is None
     assert summary(path) == (
-        "ledger: 4 prompts sampled = 3 trained + 1 without signal (no advantage but 0); in addition 6 "
+        "ledger: 4 prompts sampled = 3 trained + 1 zero-variance (all advantages 0); in addition 6 "
         "demonstrations"
     )

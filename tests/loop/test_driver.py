@@ -18,6 +18,9 @@ from grpo_dist.types import Group, TeacherLogprobs
 from tests.support import fakes
 
 DEMO = [{"path": "demo:add3"}]
+EVERY_2 = {"before": False, "every": 2, "samples_per_prompt": 2}
+EVALUATED = {"evaluation": EVERY_2, "data": {"train": DEMO, "eval": DEMO}}
+SETS = [EvalSet("held", fakes.prompts(3))]
 
 
 def train(world, config, prompts, eval_sets=(), **kwargs):
@@ -41,12 +44,12 @@ def test_what_exists_before_the_loop_is_left_out_of_garbage_collections_while_it
     world, frozen = fakes.World(), []
     update = type(world).update
 
-    async def observed(self, *arguments, **named):
+    async def count_frozen(self, *arguments, **options):
         frozen.append(gc.get_freeze_count())
-        return await update(self, *arguments, **named)
+        return await update(self, *arguments, **options)
 
-    monkeypatch.setattr(type(world), "update", observed)
-    gc.unfreeze()  # what the tests' own start has frozen
+    monkeypatch.setattr(type(world), "update", count_frozen)
+    gc.unfreeze()  # objects frozen at the start of the tests
     train(world, fakes.config(steps=2), fakes.prompts(20))
     assert len(frozen) == 2 and min(frozen) > 1000 and gc.get_freeze_count() == 0
 
@@ -55,9 +58,9 @@ def test_what_exists_before_the_loop_is_left_out_of_garbage_collections_while_it
 def test_no_token_is_staler_than_the_bound_and_the_bound_is_used(staleness):
     world, config = fakes.World(), fakes.config(steps=6, max_staleness=staleness)
     train(world, config, fakes.prompts(40))
-    seen = [world.logged[s]["rollout/staleness_max"] for s in range(1, 7)]
-    assert max(seen) == staleness
-    assert seen[-1] == staleness
+    staleness_max = [world.logged[s]["rollout/staleness_max"] for s in range(1, 7)]
+    assert max(staleness_max) == staleness
+    assert staleness_max[-1] == staleness
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -85,17 +88,16 @@ def test_batches_do_not_depend_on_the_order_in_which_groups_finish(staleness):
         world = fakes.World(jitter=jitter)
         train(world, fakes.config(max_staleness=staleness), fakes.prompts(40))
         batches.append(world.updates)
-    for other in batches[1:]:
-        for a, b in zip(batches[0], other, strict=True):
-            assert torch.equal(a[0].tokens, b[0].tokens) and torch.equal(
-                a[0].policy.advantages, b[0].policy.advantages
-            )
+    for repeated in batches[1:]:
+        for a, b in zip(batches[0], repeated, strict=True):
+            assert torch.equal(a[0].tokens, b[0].tokens)
+            assert torch.equal(a[0].policy.advantages, b[0].policy.advantages)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_resuming_from_a_checkpoint_repeats_the_uninterrupted_run(staleness):
-    whole = fakes.World()
-    train(whole, fakes.config(steps=6, max_staleness=staleness), fakes.prompts(40))
+    uninterrupted = fakes.World()
+    train(uninterrupted, fakes.config(steps=6, max_staleness=staleness), fakes.prompts(40))
 
     config = fakes.config(steps=6, max_staleness=staleness, checkpoint={"every": 3})
     first = fakes.World()
@@ -105,45 +107,45 @@ def test_resuming_from_a_checkpoint_repeats_the_uninterrupted_run(staleness):
     second = fakes.World()
     second.version = 3
     train(second, config, fakes.prompts(40), progress=first.saved[3])
-    for a, b in zip(whole.updates[3:], second.updates, strict=True):
+    for a, b in zip(uninterrupted.updates[3:], second.updates, strict=True):
         assert torch.equal(a[0].tokens, b[0].tokens)
     resampled = {uid for uid, _, _ in second.sampled}
-    kept = {g.prompt.uid for batch in first.saved[3].pipeline.ahead.values() for g in batch.groups}
-    assert not resampled & kept
+    ahead = {g.prompt.uid for batch in first.saved[3].pipeline.ahead.values() for g in batch.groups}
+    assert not resampled & ahead
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_finished_groups_of_an_unfinished_batch_are_kept(dynamic):
-    """One group of the next batch is slow: the checkpoint has the other three, a resumed run samples one."""
+    """One group of the next batch is slow: the checkpoint has the other three; a resumed run samples it."""
     config = fakes.config(
         steps=2, max_staleness=1, checkpoint={"every": 1}, weight_sync={"mode": "keep"},
         **({"dynamic_sampling": {"enabled": True, "max_extra_prompts": 1}} if dynamic else {}),
     )  # fmt: skip
-    whole = fakes.World(jitter=False)
-    train(whole, config, fakes.prompts(40))
+    uninterrupted = fakes.World(jitter=False)
+    train(uninterrupted, config, fakes.prompts(40))
     order = build_order(config, fakes.prompts(40), OrderState())
     _, second_batch = order.take(0), order.take(1)
-    # One of the four has no signal: with dynamic sampling its replacement is sampled during the slow one.
+    # One of the four is zero-variance: with dynamic sampling its replacement runs during the slow group.
     launched = [fakes.prompts(40)[order.prompt(place)].uid for place in second_batch[: 5 if dynamic else 4]]
-    own = launched[:4]
+    batch_uids = launched[:4]
 
     class Slow(fakes.World):
         async def sample(self, prompt, **request):
-            found = await super().sample(prompt, **request)
-            if prompt.uid == own[2]:
+            samples = await super().sample(prompt, **request)
+            if prompt.uid == batch_uids[2]:
                 while 1 not in self.saved:
                     await asyncio.sleep(0)
-            return found
+            return samples
 
     first = Slow(jitter=False)
     train(first, config, fakes.prompts(40))
     assert 1 not in first.saved[1].pipeline.ahead
-    assert {g.prompt.uid for g in first.saved[1].pipeline.partial[1]} == {*launched} - {own[2]}
+    assert {g.prompt.uid for g in first.saved[1].pipeline.partial[1]} == {*launched} - {batch_uids[2]}
     second = fakes.World(jitter=False)
     second.version = 1
     train(second, config, fakes.prompts(40), progress=first.saved[1])
-    assert [uid for uid, _, _ in second.sampled if uid in launched] == [own[2]]
-    assert torch.equal(whole.updates[1][0].tokens, second.updates[0][0].tokens)
+    assert [uid for uid, _, _ in second.sampled if uid in launched] == [batch_uids[2]]
+    assert torch.equal(uninterrupted.updates[1][0].tokens, second.updates[0][0].tokens)
 
 
 def test_reference_logprobs_reach_the_batch_only_when_kl_is_on():
@@ -165,21 +167,19 @@ def test_updates_per_step_splits_whole_groups_with_their_own_denominators():
     assert (first.denominators.tokens, first.denominators.sequences) == (8.0, 4.0)
 
 
-@pytest.mark.parametrize(("after", "seen"), [(False, [0, 2, 4]), (True, [0, 2])])
-def test_evaluation_comes_before_training_and_every_n_steps(after, seen):
-    """The last step is evaluated only if no evaluation of the exported model follows."""
+@pytest.mark.parametrize(("after", "evaluated_steps"), [(False, [0, 2, 4]), (True, [0, 2])])
+def test_evaluation_comes_before_training_and_every_n_steps(after, evaluated_steps):
+    """The last step is evaluated only if the exported model is not."""
     world = fakes.World()
-    how = {"before": True, "after": after, "every": 2, "samples_per_prompt": 2, "k": [1, 2]}
-    train(
-        world, fakes.config(steps=4, evaluation=how), fakes.prompts(20), [EvalSet("held", fakes.prompts(3))]
-    )
-    assert [s for s, m in sorted(world.logged.items()) if "eval/held/pass@1" in m] == seen
+    evaluation = {"before": True, "after": after, "every": 2, "samples_per_prompt": 2, "k": [1, 2]}
+    train(world, fakes.config(steps=4, evaluation=evaluation), fakes.prompts(20), SETS)
+    assert [s for s, m in sorted(world.logged.items()) if "eval/held/pass@1" in m] == evaluated_steps
     assert world.logged[0]["eval/held/pass@1"] == 1.0  # the fake grader calls everything correct
     assert {"eval/held/pass@1_stderr", "eval/held/pass@2"} <= set(world.logged[2])
 
 
 class Peak(fakes.World):
-    """Half of the answers are right, and all of version 4."""
+    """Half of the answers are correct, and all of version 4."""
 
     async def score(self, prompt, rollouts):
         group = await super().score(prompt, rollouts)
@@ -188,27 +188,23 @@ class Peak(fakes.World):
 
 
 def test_the_best_checkpoint_is_made_when_it_is_measured_and_remembered_over_a_resume():
-    how = {"before": False, "every": 2, "samples_per_prompt": 2}
-    checkpoint = {"every": 5, "keep_best": "eval/held/pass@1"}
-    data = {"train": DEMO, "eval": DEMO}
-    config = fakes.config(steps=8, evaluation=how, checkpoint=checkpoint, data=data)
-    sets = [EvalSet("held", fakes.prompts(3))]
+    config = fakes.config(**EVALUATED, steps=8, checkpoint={"every": 5, "keep_best": "eval/held/pass@1"})
     world, resumed = Peak(), Peak()
-    train(world, config, fakes.prompts(20), sets)
+    train(world, config, fakes.prompts(20), SETS)
     assert {step: progress.best for step, progress in world.saved.items()} == {
         2: (2, 0.5), 4: (4, 1.0), 5: (4, 1.0), 8: (4, 1.0)
     }  # fmt: skip
     assert world.notes[1] == "the checkpoint of step 4 is the best: eval/held/pass@1 = 1"
     resumed.version = 5
-    train(resumed, config, fakes.prompts(20), sets, progress=world.saved[5])
+    train(resumed, config, fakes.prompts(20), SETS, progress=world.saved[5])
     assert {step: progress.best for step, progress in resumed.saved.items()} == {8: (4, 1.0)}
-    unknown = fakes.config(steps=3, evaluation=how, checkpoint={"keep_best": "eval/other/pass@1"}, data=data)
-    train(world := Peak(), unknown, fakes.prompts(20), sets)
+    unknown = fakes.config(**EVALUATED, steps=3, checkpoint={"keep_best": "eval/other/pass@1"})
+    train(world := Peak(), unknown, fakes.prompts(20), SETS)
     assert "the evaluation of step 2 has no such metric; it has eval/held/" in world.warnings[0]
 
 
 @pytest.mark.parametrize(
-    ("ends", "last", "words"),
+    ("stop", "last_step", "words"),
     [
         ({"patience": 1}, 6, "1 of step 4 was not exceeded by 1 evaluations"),
         ({"patience": 2}, 8, "1 of step 4 was not exceeded by 2 evaluations"),
@@ -217,26 +213,23 @@ def test_the_best_checkpoint_is_made_when_it_is_measured_and_remembered_over_a_r
     ],
 )
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_run_ends_early_by_its_best_evaluation_and_so_does_its_resume(ends, last, words, staleness):
-    how = {"before": False, "every": 2, "samples_per_prompt": 2}
-    checkpoint = {"every": 5, "keep_best": "eval/held/pass@1", **ends}
-    data = {"train": DEMO, "eval": DEMO}
-    config = fakes.config(steps=12, evaluation=how, checkpoint=checkpoint, data=data, max_staleness=staleness)
-    sets = [EvalSet("held", fakes.prompts(3))]
+def test_a_run_ends_early_by_its_best_evaluation_and_so_does_its_resume(stop, last_step, words, staleness):
+    checkpoint = {"every": 5, "keep_best": "eval/held/pass@1", **stop}
+    config = fakes.config(**EVALUATED, steps=12, checkpoint=checkpoint, max_staleness=staleness)
     world, resumed = Peak(), Peak()
-    assert train(world, config, fakes.prompts(20), sets) == last == max(world.saved)
+    assert train(world, config, fakes.prompts(20), SETS) == last_step == max(world.saved)
     assert words in world.notes[-1]
-    resumed.version = last
-    assert train(resumed, config, fakes.prompts(20), sets, progress=world.saved[last]) == last
+    resumed.version = last_step
+    assert train(resumed, config, fakes.prompts(20), SETS, progress=world.saved[last_step]) == last_step
     assert not resumed.saved and not resumed.updates
 
 
-@pytest.mark.parametrize(("minutes", "saved"), [(1e-9, [1, 2, 3]), (1e9, [3]), (None, [3])])
-def test_a_checkpoint_is_due_by_time_too(minutes, saved):
+@pytest.mark.parametrize(("minutes", "saved_steps"), [(1e-9, [1, 2, 3]), (1e9, [3]), (None, [3])])
+def test_a_checkpoint_is_due_by_time_too(minutes, saved_steps):
     world = fakes.World()
     checkpoint = {"every": 0, "every_minutes": minutes}
     train(world, fakes.config(steps=3, checkpoint=checkpoint), fakes.prompts(20))
-    assert list(world.saved) == saved
+    assert list(world.saved) == saved_steps
 
 
 def test_failure_of_one_sample_ends_the_run_with_its_own_error():
@@ -259,32 +252,22 @@ def test_a_batch_that_is_not_sampled_before_the_deadline_is_named():
 
 def test_the_control_shuffles_rewards_among_samples():
     world, control = fakes.World(), fakes.World()
-    batch = {"prompts_per_step": 8, "samples_per_prompt": 4}
-    train(
-        world,
-        fakes.config(steps=2, batch=batch, algorithm={"advantage": {"std": "none"}, "skip_idle_rows": False}),
-        fakes.prompts(20),
-    )
-    shuffled = fakes.config(
-        steps=2,
-        batch=batch,
-        algorithm={"advantage": {"std": "none"}, "skip_idle_rows": False},
-        rewards={"shuffle": True},
-    )
-    train(control, shuffled, fakes.prompts(20))
-    for mine, dealt in zip(world.updates, control.updates, strict=True):
-        assert torch.equal(mine[0].tokens, dealt[0].tokens)
-        assert not torch.equal(mine[0].policy.advantages, dealt[0].policy.advantages)
+    settings = {"steps": 2, "batch": {"prompts_per_step": 8, "samples_per_prompt": 4}}
+    settings["algorithm"] = {"advantage": {"std": "none"}, "skip_idle_rows": False}
+    train(world, fakes.config(**settings), fakes.prompts(20))
+    train(control, fakes.config(**settings, rewards={"shuffle": True}), fakes.prompts(20))
+    for plain, mixed in zip(world.updates, control.updates, strict=True):
+        assert torch.equal(plain[0].tokens, mixed[0].tokens)
+        assert not torch.equal(plain[0].policy.advantages, mixed[0].policy.advantages)
     assert world.logged[1]["reward/mean"] == control.logged[1]["reward/mean"]
 
 
 def test_a_run_of_one_sample_a_prompt_trains_on_all_of_them():
-    """REINFORCE++ needs no group: its baseline is the mean of the step's tokens."""
+    """REINFORCE++ needs no group: its baseline is the mean over the tokens of the step."""
     world = fakes.World()
     batch = {"prompts_per_step": 6, "samples_per_prompt": 1}
-    train(
-        world, fakes.config(steps=2, batch=batch, algorithm={"advantage": "reinforce_pp"}), fakes.prompts(20)
-    )
+    config = fakes.config(steps=2, batch=batch, algorithm={"advantage": "reinforce_pp"})
+    train(world, config, fakes.prompts(20))
     assert [len(update) for updates in world.updates for update in updates] == [6, 6]
     for (update,) in world.updates:
         trained = update.policy.advantages[update.policy.mask]
@@ -295,7 +278,7 @@ def test_a_run_of_one_sample_a_prompt_trains_on_all_of_them():
 
 
 def only_some_differ(world, silent):
-    """Groups of the prompts in ``silent`` have equal rewards."""
+    """Make the groups of ``silent`` prompts zero-variance."""
 
     async def score(prompt, rollouts):
         rewards = np.arange(len(rollouts), dtype=np.float32) * (prompt.uid not in silent)
@@ -317,7 +300,7 @@ def test_groups_without_a_signal_are_replaced_by_further_prompts():
     for step in (1, 2, 3):
         (batch,) = world.updates[step - 1]
         assert len(batch) == 8 and batch.policy.advantages[batch.policy.mask].all()
-        # Discarded groups are not hidden: the metrics count them.
+        # The metrics include discarded groups.
         extra = world.logged[step]["group/extra_prompts"]
         assert world.logged[step]["group/no_signal_share"] == pytest.approx(extra / (4 + extra))
         assert world.logged[step]["rollout/tokens"] == 2 * 2 * (4 + extra)
@@ -329,12 +312,8 @@ def test_groups_without_a_signal_are_replaced_by_further_prompts():
 def test_a_curriculum_also_learns_from_discarded_groups():
     world = fakes.World()
     only_some_differ(world, {f"p{i}" for i in range(20)})
-    config = fakes.config(
-        steps=8,
-        data={"train": DEMO, "order": "pass_rate"},
-        dynamic_sampling=dynamic(),
-        checkpoint={"every": 8},
-    )
+    data = {"train": DEMO, "order": "pass_rate"}
+    config = fakes.config(steps=8, data=data, dynamic_sampling=dynamic(), checkpoint={"every": 8})
     train(world, config, fakes.prompts(40))
     assert set(world.saved[8].pipeline.order.pass_rates) == {uid for uid, _, _ in world.sampled}
 
@@ -358,11 +337,11 @@ def test_dynamic_batches_do_not_depend_on_timing_and_resume_the_same():
         world = fakes.World(jitter=jitter)
         world.version = start
         only_some_differ(world, silent)
-        kept = worlds[progress].saved[2] if progress is not None else None
-        train(world, config, fakes.prompts(40), progress=kept)
+        restored = worlds[progress].saved[2] if progress is not None else None
+        train(world, config, fakes.prompts(40), progress=restored)
         worlds.append(world)
-    whole, other, resumed = (w.updates for w in worlds)
-    pairs = [*zip(whole, other, strict=True), *zip(whole[2:], resumed, strict=True)]
+    first, second, resumed = (w.updates for w in worlds)
+    pairs = [*zip(first, second, strict=True), *zip(first[2:], resumed, strict=True)]
     assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
     extra = [worlds[0].logged[s]["group/extra_prompts"] for s in (3, 4)]
     assert extra == [worlds[2].logged[s]["group/extra_prompts"] for s in (3, 4)]
@@ -370,7 +349,7 @@ def test_dynamic_batches_do_not_depend_on_timing_and_resume_the_same():
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_resume(staleness):
-    """26 prompts; batches of 4 to 10 take as many as they need; every third prompt has no signal."""
+    """26 prompts, of which every third is zero-variance; batches take the 4 to 10 that they need."""
     config = fakes.config(
         steps=15, max_staleness=staleness, checkpoint={"every": 5},
         dynamic_sampling=dynamic(oversample=1.5, max_extra_prompts=6),
@@ -380,12 +359,12 @@ def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_re
         world = fakes.World()
         world.version = start
         only_some_differ(world, {f"p{i}" for i in range(0, 26, 3)})
-        kept = worlds[-1].saved[start] if start else None
-        train(world, config, fakes.prompts(26), progress=kept)
+        progress = worlds[-1].saved[start] if start else None
+        train(world, config, fakes.prompts(26), progress=progress)
         worlds.append(world)
     entries = [worlds[min(step // 5, 2)].ledger_entries[step + 1] for step in range(15)]
     assert entries == [worlds[0].ledger_entries[step + 1] for step in range(15)]
-    counted = Counter(uid for own in entries for uids in own.values() for uid in uids)
+    counted = Counter(uid for entry in entries for uids in entry.values() for uid in uids)
     order = worlds[0].saved[15].pipeline.order
     assert counted == PromptStream(fakes.prompts(26), 10, seed=0, state=order).sampled()
     assert sum(counted.values()) > 15 * 4 and len(counted) == 26
@@ -394,30 +373,31 @@ def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_re
 
 @pytest.mark.parametrize(("n", "staleness"), [(40, 0), (40, 1), (16, 1), (40, 4)])
 def test_an_epoch_ends_before_the_next_begins_even_if_a_step_may_use_all_prompts(n, staleness):
-    """No step needs extra prompts, and batches in flight hold their possible extra ones."""
+    """No step needs extra prompts, but batches in flight reserve them."""
     world = fakes.World()
     only_some_differ(world, set())
     extra = dynamic(max_extra_prompts=n)
     config = fakes.config(steps=n // 4, max_staleness=staleness, dynamic_sampling=extra)
     train(world, config, fakes.prompts(n))
-    counted = Counter(uid for own in world.ledger_entries.values() for uids in own.values() for uid in uids)
+    entries = world.ledger_entries.values()
+    counted = Counter(uid for entry in entries for uids in entry.values() for uid in uids)
     assert counted == {f"p{i}": 1 for i in range(n)}
 
 
 def test_remax_samples_every_prompt_greedily_for_its_baseline():
     world = fakes.World()
-    drawn, sample = [], world.sample
+    requests, sample = [], world.sample
 
     async def record(prompt, *, seeds, sampling):
-        drawn.append((prompt.uid, len(seeds), sampling.temperature))
+        requests.append((prompt.uid, len(seeds), sampling.temperature))
         return await sample(prompt, seeds=seeds, sampling=sampling)
 
     async def score(prompt, rollouts):
-        """The greedy answer to problem i gets i / 10, sample i gets i; one is unscored."""
-        worth = [int(prompt.uid[1:]) / 10] if len(rollouts) == 1 else range(len(rollouts))
-        rewards = np.array(
-            [np.nan if prompt.uid == "p3" and len(rollouts) == 1 else w for w in worth], np.float32
-        )
+        """Return i / 10 for the greedy answer to problem i, and i for sample i; one is unscored."""
+        values = [int(prompt.uid[1:]) / 10] if len(rollouts) == 1 else range(len(rollouts))
+        if prompt.uid == "p3" and len(rollouts) == 1:
+            values = [np.nan]
+        rewards = np.array(values, np.float32)
         return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
 
     world.sample, world.score = record, score
@@ -425,13 +405,13 @@ def test_remax_samples_every_prompt_greedily_for_its_baseline():
         steps=1, batch={"prompts_per_step": 8, "samples_per_prompt": 2}, algorithm={"advantage": "remax"}
     )
     train(world, config, fakes.prompts(8))
-    assert sorted(drawn) == sorted([(f"p{i}", n, t) for i in range(8) for n, t in ((1, 0.0), (2, 1.0))])
+    assert sorted(requests) == sorted([(f"p{i}", n, t) for i in range(8) for n, t in ((1, 0.0), (2, 1.0))])
     (batch,) = world.updates[0]
-    got = sorted(
+    actual = sorted(
         batch.policy.advantages[i, 3].item() for i in range(len(batch)) if batch.policy.mask[i].any()
     )
-    expected = [w - i / 10 for i in range(8) if i != 3 for w in (0, 1)]
-    assert got == pytest.approx(sorted(e for e in expected if e))
+    expected = [value - i / 10 for i in range(8) if i != 3 for value in (0, 1)]
+    assert actual == pytest.approx(sorted(e for e in expected if e))
 
 
 def test_the_kl_weight_follows_the_target_and_survives_a_resume():
@@ -448,24 +428,24 @@ def test_the_kl_weight_follows_the_target_and_survives_a_resume():
     expected = [0.1, 0.12, 0.144, 0.1728]
     assert world.kl_coefs == pytest.approx(expected)
     assert [world.logged[s]["ref/kl_coef"] for s in (1, 2, 3, 4)] == pytest.approx(expected)
-    saved = world.saved[2]
+    progress = world.saved[2]
     world = fakes.World()
     world.update = update
-    train(world, config, fakes.prompts(40), progress=saved)
+    train(world, config, fakes.prompts(40), progress=progress)
     assert world.kl_coefs == pytest.approx(expected[2:])
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_batches_are_trained_with_the_refreshed_reference(staleness):
-    """Batches sampled ahead under the old reference get the log-probs of the new one."""
+    """Batches sampled ahead with the old reference get the log-probs of the new one."""
     world = fakes.World()
-    renewals = []
+    refreshes = []
 
     async def refresh():
-        renewals.append(world.version)
+        refreshes.append(world.version)
 
     async def logprobs(prompt, rollouts, top_k=0):
-        values = [np.full(len(r.completion_ids), -1.0 - len(renewals), np.float32) for r in rollouts]
+        values = [np.full(len(r.completion_ids), -1.0 - len(refreshes), np.float32) for r in rollouts]
         return list(map(TeacherLogprobs, values))
 
     world.refresh, world.logprobs = refresh, logprobs
@@ -474,14 +454,14 @@ def test_batches_are_trained_with_the_refreshed_reference(staleness):
         steps=5, max_staleness=staleness, algorithm={"kl": {"coef": 0.1}}, reference={"refresh_every": 2}
     )
     asyncio.run(run(config, workers, fakes.prompts(40), [], world, world))
-    assert renewals == [2, 4]
-    seen = [float(b[0].policy.ref_logprobs[b[0].policy.mask].unique()) for b in world.updates]
-    assert seen == [-1.0, -1.0, -2.0, -2.0, -3.0]
+    assert refreshes == [2, 4]
+    ref_logprobs = [float(b[0].policy.ref_logprobs[b[0].policy.mask].unique()) for b in world.updates]
+    assert ref_logprobs == [-1.0, -1.0, -2.0, -2.0, -3.0]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_curriculum_follows_what_was_observed_and_resumes_the_same(staleness):
-    """Which prompts come depends on rewards, and neither on timing nor on a restart."""
+    """The order of prompts depends on rewards, not on timing or a restart."""
     config = fakes.config(
         steps=12, max_staleness=staleness, checkpoint={"every": 6}, data={"train": DEMO, "order": "pass_rate"}
     )
@@ -497,40 +477,40 @@ def test_a_curriculum_follows_what_was_observed_and_resumes_the_same(staleness):
             return Group(prompt, rollouts, rewards, {"math": rewards}, outcomes)
 
         world.score = score
-        kept = worlds[0].saved[6] if start else None
-        train(world, config, fakes.prompts(12), progress=kept)
+        progress = worlds[0].saved[6] if start else None
+        train(world, config, fakes.prompts(12), progress=progress)
         worlds.append(world)
-    whole, other, resumed = (w.updates for w in worlds)
-    pairs = [*zip(whole, other, strict=True), *zip(whole[6:], resumed, strict=True)]
+    first, second, resumed = (w.updates for w in worlds)
+    pairs = [*zip(first, second, strict=True), *zip(first[6:], resumed, strict=True)]
     assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
     rates = worlds[0].saved[12].pipeline.order.pass_rates
     assert set(rates) == {uid for uid, _, _ in worlds[0].sampled}
-    assert all(right == 0 < scored for uid, (right, scored) in rates.items() if int(uid[1:]) % 2 == 0)
-    assert any(right > 0 for right, _ in rates.values())
+    assert all(correct == 0 < scored for uid, (correct, scored) in rates.items() if int(uid[1:]) % 2 == 0)
+    assert any(correct > 0 for correct, _ in rates.values())
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_running_reward_statistics_cover_every_step_once_and_survive_a_resume(staleness):
-    """The advantages of a step are those of its rewards among all rewards so far, staged ahead or not."""
+    """Advantages of a step normalise its rewards by all rewards so far, staged ahead or not."""
     algorithm = {"advantage": {"name": "reinforce_pp", "whiten": False}, "reward_norm": "running"}
-    how = {"steps": 6, "max_staleness": staleness, "algorithm": algorithm}
-    whole = fakes.World()
-    train(whole, fakes.config(**how), fakes.prompts(40))
+    settings = {"steps": 6, "max_staleness": staleness, "algorithm": algorithm}
+    uninterrupted = fakes.World()
+    train(uninterrupted, fakes.config(**settings), fakes.prompts(40))
     first = fakes.World()
-    config = fakes.config(**how, checkpoint={"every": 3})
+    config = fakes.config(**settings, checkpoint={"every": 3})
     train(first, config, fakes.prompts(40))
-    seen = []
-    for step, (batch,) in enumerate(whole.updates):
+    all_rewards = []
+    for step, (batch,) in enumerate(uninterrupted.updates):
         rewards = (batch.tokens[range(len(batch)), batch.prompt_lengths] % 2).double().numpy()
-        seen.extend(rewards)
-        spread = np.std(seen, ddof=1)
-        expected = (rewards - np.mean(seen)) / (spread + 1e-6)
-        got = batch.policy.advantages[range(len(batch)), batch.prompt_lengths].numpy()
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+        all_rewards.extend(rewards)
+        spread = np.std(all_rewards, ddof=1)
+        expected = (rewards - np.mean(all_rewards)) / (spread + 1e-6)
+        actual = batch.policy.advantages[range(len(batch)), batch.prompt_lengths].numpy()
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
         if step == 2:
-            assert first.saved[3].rewards.count == len(seen)
+            assert first.saved[3].rewards.count == len(all_rewards)
     second = fakes.World()
     second.version = 3
     train(second, config, fakes.prompts(40), progress=first.saved[3])
-    for a, b in zip(whole.updates[3:], second.updates, strict=True):
+    for a, b in zip(uninterrupted.updates[3:], second.updates, strict=True):
         assert torch.equal(a[0].policy.advantages, b[0].policy.advantages)

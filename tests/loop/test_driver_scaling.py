@@ -1,4 +1,4 @@
-"""The driver's fast code equals straightforward code, and its work grows with samples alone."""
+"""The driver's fast code equals straightforward code, and its work grows only with the samples."""
 
 import asyncio
 import copy
@@ -24,24 +24,9 @@ from grpo_dist.config import TrackingConfig
 from grpo_dist.observe import samples
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.observe.tracker import Tracker
-from grpo_dist.types import (
-    Group,
-    HeldRoutes,
-    PackedSamples,
-    Prompt,
-    Rollout,
-    SentRows,
-    Task,
-    Thought,
-)
+from grpo_dist.types import Group, HeldRoutes, PackedSamples, Prompt, Rollout, SentRows, Task, Thought
 from grpo_dist.workers import Workers
-from tests.evidence.driver_scaling import (
-    Instant,
-    NoCheckpoints,
-    measure,
-    scaling_config,
-    scaling_prompts,
-)
+from tests.evidence.driver_scaling import Instant, NoCheckpoints, measure, scaling_config, scaling_prompts
 from tests.support import made_groups
 from tests.support.losses import check_equal
 from tests.support.made_records import made_group, made_prompts, made_rollouts
@@ -58,16 +43,16 @@ def row_by_row(groups, advantages, ref_logprobs, mask_truncated):
     shape = (len(rows), max(map(len, rows)))
     out = {"tokens": torch.zeros(shape, dtype=torch.long), "mask": torch.zeros(shape, dtype=torch.bool)}
     out |= {name: torch.zeros(shape) for name in ("advantages", "rollout_logprobs", "ref_logprobs")}
-    flat = [a for own in advantages for a in own]
+    flat = [a for group_advantages in advantages for a in group_advantages]
     for row, (group, i, sample) in enumerate(samples):
-        here = slice(len(group.prompt.token_ids), len(rows[row]))
+        completion = slice(len(group.prompt.token_ids), len(rows[row]))
         out["tokens"][row, : len(rows[row])] = torch.tensor(rows[row], dtype=torch.long)
         if math.isnan(group.rewards[i]) or (mask_truncated and sample.finish_reason == "length"):
             continue
-        out["mask"][row, here] = True
-        out["advantages"][row, here] = float(flat[row])
-        out["rollout_logprobs"][row, here] = torch.from_numpy(sample.logprobs)
-        out["ref_logprobs"][row, here] = torch.from_numpy(ref_logprobs[row])
+        out["mask"][row, completion] = True
+        out["advantages"][row, completion] = float(flat[row])
+        out["rollout_logprobs"][row, completion] = torch.from_numpy(sample.logprobs)
+        out["ref_logprobs"][row, completion] = torch.from_numpy(ref_logprobs[row])
     return out | {"lengths": torch.tensor([len(row) for row in rows])}
 
 
@@ -99,11 +84,11 @@ def same_group(a, b):
     same &= np.array_equal(a.rewards, b.rewards, equal_nan=True)
     for one, other in zip(a.rollouts, b.rollouts, strict=True):
         for f in fields(Rollout):
-            mine, theirs = getattr(one, f.name), getattr(other, f.name)
-            if isinstance(mine, np.ndarray):
-                same &= mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
+            a_value, b_value = getattr(one, f.name), getattr(other, f.name)
+            if isinstance(a_value, np.ndarray):
+                same &= a_value.dtype == b_value.dtype and np.array_equal(a_value, b_value)
             else:
-                same &= mine == theirs
+                same &= a_value == b_value
     return same
 
 
@@ -135,7 +120,7 @@ def test_the_samples_of_many_groups_are_sent_in_one_piece_and_arrive_unchanged(g
         scores = pickle.loads(pickle.dumps(group.scores()))
         arrived = Group.from_scores(group.prompt, back.group(i), scores)
         assert same_group(arrived, group)
-        for rollout in arrived.rollouts:  # a group that is kept keeps no other's
+        for rollout in arrived.rollouts:  # keeping one group keeps no other alive
             assert not np.shares_memory(rollout.completion_ids, back.numbers)
             assert not rollout.logprobs.flags.writeable
         assert same_group(copy.deepcopy(group), group)
@@ -145,14 +130,14 @@ def test_the_samples_of_many_groups_are_sent_in_one_piece_and_arrive_unchanged(g
 def test_a_prompt_arrives_unchanged(kind):
     task, thought = Task("python", {"a": 1}, ({"role": "user"},), batched=True), Thought(prompt="opens")
     teacher = {"t": np.array([4], np.int32)}
-    for how in ((), ({"level": 3}, thought, task, teacher)):
-        prompt = Prompt("p", np.array([1, 2, 3], kind), "6", "made", "1+2+3", *how)
+    for extras in ((), ({"level": 3}, thought, task, teacher)):
+        prompt = Prompt("p", np.array([1, 2, 3], kind), "6", "made", "1+2+3", *extras)
         buffers = []
         sent = pickle.dumps(prompt, protocol=5, buffer_callback=buffers.append)
         back = pickle.loads(sent, buffers=[bytes(b) for b in buffers])
         assert back.token_ids.dtype == kind and back.token_ids.tolist() == [1, 2, 3]
         assert len(buffers) == (kind is np.int64) + len(prompt.teacher_ids)
-        assert {k: v.tolist() for k, v in back.teacher_ids.items()} == ({"t": [4]} if how else {})
+        assert {k: v.tolist() for k, v in back.teacher_ids.items()} == ({"t": [4]} if extras else {})
         others = [f.name for f in fields(Prompt) if f.name not in ("token_ids", "teacher_ids")]
         assert [getattr(back, name) for name in others] == [getattr(prompt, name) for name in others]
 
@@ -167,11 +152,11 @@ def test_samples_with_fields_of_unequal_length_are_not_packed():
 
 @pytest.mark.parametrize("rows", [[0, 2, 5], [], [3, 1]])
 @pytest.mark.parametrize(
-    "made",
+    "make",
     [made_groups.episode_batch, lambda: made_groups.mixed_batch(top_k=2), made_groups.demonstrated_batch],
 )
-def test_the_rows_of_a_rank_are_sent_without_their_padding_and_arrive_as_selected(made, rows):
-    batch = made()
+def test_the_rows_of_a_rank_are_sent_without_their_padding_and_arrive_as_selected(make, rows):
+    batch = make()
     routes = tuple(HeldRoutes(np.full((1, 1, 1), row)) for row in range(len(batch)))
     buffers = []
     sent = pickle.dumps(
@@ -186,10 +171,10 @@ def test_the_rows_of_a_rank_are_sent_without_their_padding_and_arrive_as_selecte
 
 
 @settings(max_examples=20)
-@given(groups=any_groups(), of_part=st.sampled_from([1, 20, 1 << 20]))
-def test_a_table_of_samples_reads_back_unchanged(groups, of_part, tmp_path_factory):
+@given(groups=any_groups(), part_size=st.sampled_from([1, 20, 1 << 20]))
+def test_a_table_of_samples_reads_back_unchanged(groups, part_size, tmp_path_factory):
     path = tmp_path_factory.mktemp("table") / "t.parquet"
-    with patch.object(samples, "_TOKENS_OF_PART", of_part):
+    with patch.object(samples, "_TOKENS_OF_PART", part_size):
         write_groups(path, groups)
     back = read_groups(path, {g.prompt.uid: g.prompt for g in groups})
     assert all(same_group(a, b) for a, b in zip(back, groups, strict=True))
@@ -198,13 +183,11 @@ def test_a_table_of_samples_reads_back_unchanged(groups, of_part, tmp_path_facto
     assert schema.field("problem").type == pa.string()
 
 
-def calls(samples, workers, tmp_path, turns=0, *, of_package=False, order="launched"):
+def calls(samples, workers, tmp_path, turns=0, *, package_only=False, order="launched"):
     """Count Python and C function calls in all threads of the real loop with ``samples`` per step.
-    ``of_package``: instead those of the package's functions in the loop's thread. ``order``: `batch.order`.
+    ``package_only``: count only this package's functions, in the loop's thread. ``order``: `batch.order`.
     """
-    quiet = TrackingConfig(
-        console=False, tensorboard=False
-    )  # TensorBoard has a thread that wakes by the clock
+    quiet = TrackingConfig(console=False, tensorboard=False)  # TensorBoard's thread wakes by the clock
     config = scaling_config(samples, workers, order).model_copy(update={"steps": 2, "tracking": quiet})
     run_dir = tmp_path / f"{order}_{samples}_{workers}_{turns}"
     run_dir.mkdir()
@@ -215,13 +198,13 @@ def calls(samples, workers, tmp_path, turns=0, *, of_package=False, order="launc
         nonlocal count
         count += event in ("call", "c_call")
 
-    def count_own(frame, event, argument):  # what checks shapes in tests is not of the package
+    def count_package_call(frame, event, argument):  # excludes the shape checks of tests
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(f"{ROOT / 'grpo_dist'}")
 
-    if not of_package:
+    if not package_only:
         threading.setprofile(count_call)
-    sys.setprofile(count_own if of_package else count_call)
+    sys.setprofile(count_package_call if package_only else count_call)
     try:
         with Tracker(config, run_dir) as tracker:
             handles = Workers(instant, instant, None, instant, instant)
@@ -243,9 +226,9 @@ def test_the_drivers_work_grows_with_samples_and_not_with_workers(tmp_path):
 @pytest.mark.parametrize("order", ["launched", "completion"])
 def test_a_sample_costs_the_loops_thread_few_calls(order, tmp_path):
     calls(128, 1, tmp_path, order=order)  # fills imports and caches
-    few, more, many = (calls(n, 1, tmp_path, of_package=True, order=order) for n in (256, 1024, 2048))
-    # 45 where metrics go through the samples one by one; with `finished` more the larger a step is, where all
-    # groups on their way are visited for each that is done or launched.
+    few, more, many = (calls(n, 1, tmp_path, package_only=True, order=order) for n in (256, 1024, 2048))
+    # It is 45 if metrics visit samples one by one, and grows with the step in completion order if each group
+    # that is done or launched visits all groups in flight.
     assert (more - few) / (2 * 768) < 18 and (many - more) / (2 * 1024) < 18
 
 
@@ -253,7 +236,7 @@ def test_a_sample_costs_the_loops_thread_few_calls(order, tmp_path):
 def test_a_turn_of_an_episode_costs_the_driver_few_calls(tmp_path):
     calls(128, 1, tmp_path, turns=2)  # fills imports and caches
     few, many = (calls(256, 1, tmp_path, turns=turns) for turns in (4, 12))
-    assert (many - few) / (256 * 2 * 8) < 20  # each of two steps has 8 turns more in each of 256 samples
+    assert (many - few) / (256 * 2 * 8) < 20  # two steps, 256 samples, 8 more turns
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The weight of the KL term moves by steps that have a KL, and by no others."""
+"""Only steps with a KL change the weight of the KL term."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The state is saved as soon as a node of the policy is about to go, and the run goes on."""
+"""When a policy node is being drained, the state is saved at once, and the run continues."""
 
 import asyncio
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tests.support.patience import HANG_S
 
 
 class Leaving(fakes.World):
-    """Nodes are about to go from the time on that they are put into ``leaving``."""
+    """Nodes in ``leaving`` are being drained."""
 
     def __init__(self):
         super().__init__(jitter=False)
@@ -36,12 +36,12 @@ def train(world, **changes):
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_step_in_whose_update_a_node_is_drained_is_saved_and_the_next_are_not(staleness):
     class Drained(Leaving):
-        async def update(self, batches, **how):
+        async def update(self, batches, **options):
             if len(self.updates) == 1:
                 self.leaving = {"a"}
             if len(self.updates) == 3:
                 self.leaving |= {"b"}
-            return await super().update(batches, **how)
+            return await super().update(batches, **options)
 
     world = Drained()
     train(world, max_staleness=staleness)
@@ -53,31 +53,31 @@ def test_a_step_in_whose_update_a_node_is_drained_is_saved_and_the_next_are_not(
 
 
 class Waiting(Leaving):
-    """The samples of the third step wait; a node is drained once the run waits for them, too."""
+    """The samples of the third step wait; once the run waits for them, a node is drained."""
 
     def __init__(self, drains):
         super().__init__()
-        self.drains, self.begun = drains, 0
+        self.drains, self.requests = drains, 0
 
     def phase(self, name):
         super().phase(name)
         if self.drains and name == "sample" and len(self.updates) == 2:
             self.leaving = {"a"}
 
-    async def sample(self, prompt, **how):
-        self.begun += 1
-        while self.drains and self.begun > 8 and not self.saves:
+    async def sample(self, prompt, **request):
+        self.requests += 1
+        while self.drains and self.requests > 8 and not self.saves:
             await asyncio.sleep(0.01)
-        return await super().sample(prompt, **how)
+        return await super().sample(prompt, **request)
 
 
 @pytest.mark.parametrize(("staleness", "order"), [(0, "launched"), (2, "launched"), (2, "completion")])
 def test_a_node_that_is_drained_while_samples_are_missing_has_the_step_before_saved(staleness, order):
-    """Every number is that of a run without it."""
+    """The drained node changes no number of the run."""
     batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "order": order}
     world, plain = Waiting(drains=True), Waiting(drains=False)
-    for own in (world, plain):
-        train(own, max_staleness=staleness, batch=batch, weight_sync={"mode": "keep"})
+    for any_world in (world, plain):
+        train(any_world, max_staleness=staleness, batch=batch, weight_sync={"mode": "keep"})
     assert world.saves == [2, 6] and plain.saves == [6]
     assert world.saved[2].step == 2
     assert sorted(uid for uid, *_ in world.sampled) == sorted(uid for uid, *_ in plain.sampled)
@@ -86,9 +86,9 @@ def test_a_node_that_is_drained_while_samples_are_missing_has_the_step_before_sa
 
 
 def test_what_is_in_a_checkpoint_already_is_not_saved_again():
-    """Neither the model that a run begins with, nor what it resumes from: the first step is."""
+    """Neither the initial model nor the checkpoint of a resume is saved again; the first step is."""
     world = Waiting(drains=True)
-    world.leaving, world.begun = {"a"}, 8
+    world.leaving, world.requests = {"a"}, 8
 
     async def release():
         await asyncio.sleep(0.5)
@@ -103,9 +103,9 @@ def test_what_is_in_a_checkpoint_already_is_not_saved_again():
     assert world.saves == [1, 2]
 
 
-class TakingTurns(Waiting):
-    """Policy and engines share GPUs: a save waits until no sample of the third step is on its way. These
-    wait until ``released``, or are given up.
+class Colocated(Waiting):
+    """Colocated policy and engines: a save waits until no sample of the third step is in flight. The samples
+    wait until ``released``, or are cancelled.
     """
 
     def __init__(self, fails=False):
@@ -113,13 +113,13 @@ class TakingTurns(Waiting):
         self.sampling, self.released, self.fails = 0, asyncio.Event(), fails
         self.asked, self.updates_at_saves = False, []
 
-    async def sample(self, prompt, **how):
-        self.begun += 1
+    async def sample(self, prompt, **request):
+        self.requests += 1
         self.sampling += 1
         try:
-            if self.begun > 8:
+            if self.requests > 8:
                 await self.released.wait()
-            return await fakes.World.sample(self, prompt, **how)
+            return await fakes.World.sample(self, prompt, **request)
         finally:
             self.sampling -= 1
 
@@ -133,46 +133,46 @@ class TakingTurns(Waiting):
         await super().save(step, workers, progress)
 
 
-def train_in_turns(world, later, **options):
-    """Train, and call ``later`` once the save of a notice waits for its turn."""
+def train_colocated(world, on_wait, **options):
+    """Train, and call ``on_wait`` once the save for a drained node waits for the samples."""
 
-    async def once_asked():
+    async def call_later():
         while not world.asked:
             await asyncio.sleep(0.01)
-        later()
+        on_wait()
 
     async def session():
         config = fakes.config(steps=3, checkpoint={"every": 0})
         running = run(config, world.workers(), fakes.prompts(40), [], world, world, **options)
-        await asyncio.wait_for(asyncio.gather(running, once_asked()), HANG_S)
+        await asyncio.wait_for(asyncio.gather(running, call_later()), HANG_S)
 
     asyncio.run(session())
 
 
 def test_a_run_that_is_asked_to_end_while_a_save_waits_for_samples_gives_them_up():
-    """The signal that ends a spot notice was seen only once the whole batch was sampled and trained on."""
-    world, stopped = TakingTurns(), []
+    """Before, the signal after a spot notice took effect only once the whole batch was trained on."""
+    world, stopped = Colocated(), []
     with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
-        train_in_turns(world, lambda: stopped.append(True), stop_requested=lambda: bool(stopped))
+        train_colocated(world, lambda: stopped.append(True), stop_requested=lambda: bool(stopped))
     assert world.saves == [2] and len(world.updates) == 2 and world.saved[2].step == 2
 
 
 def test_a_save_that_waits_for_samples_ends_before_the_update():
-    world = TakingTurns()
-    train_in_turns(world, world.released.set)
+    world = Colocated()
+    train_colocated(world, world.released.set)
     assert world.saves == world.updates_at_saves == [2, 3] and len(world.updates) == 3
 
 
 def test_a_save_that_fails_while_samples_are_missing_ends_the_run_at_once():
-    world = TakingTurns(fails=True)
+    world = Colocated(fails=True)
     with pytest.raises(OSError, match="no space left"):
-        train_in_turns(world, lambda: None)
+        train_colocated(world, lambda: None)
     assert len(world.updates) == 2
 
 
 class Snapshot(OwnWorld):
-    """The snapshot of step 2 goes to disk until all samples of the fourth step are there, for which a node is
-    drained meanwhile.
+    """The snapshot of step 2 is written until all samples of the fourth step exist; meanwhile a node is
+    drained.
     """
 
     def __init__(self, directory):
@@ -194,13 +194,13 @@ class Snapshot(OwnWorld):
             self.saving.set()
             while len(self.sampled) < 16:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)  # the loop has its batch
+            await asyncio.sleep(0.2)  # for the loop to receive its batch
         await self._write()
 
-    async def sample(self, prompt, **how):
+    async def sample(self, prompt, **request):
         if not prompt.uid.startswith("held") and len(self.updates) == 3:
             await self.saving.wait()
-        return await super().sample(prompt, **how)
+        return await super().sample(prompt, **request)
 
     async def save(self, step, workers, progress):
         await super().save(step, workers, progress)
@@ -208,13 +208,13 @@ class Snapshot(OwnWorld):
 
 
 def test_a_batch_that_is_finished_while_a_save_waits_for_a_snapshot_is_in_the_checkpoint(tmp_path):
-    """It was in neither the state nor the policy, and the resumed run went on with the batch after it."""
+    """Before, the checkpoint lacked it, and the resumed run continued with the batch after it."""
     world, resumed = Snapshot(tmp_path), fakes.World(jitter=False)
     config = fakes.config(steps=5, checkpoint={"every": 0}, evaluation=EVERY_2 | {"before": False})
     config = config.model_copy(update={"dynamic_sampling": DynamicSamplingConfig(enabled=True)})
     prompts = fakes.prompts(40)
-    whole = run(config, world.workers(), prompts, HELD, world, world)
-    asyncio.run(asyncio.wait_for(whole, HANG_S))
+    training = run(config, world.workers(), prompts, HELD, world, world)
+    asyncio.run(asyncio.wait_for(training, HANG_S))
     progress = world.saved[3]
     assert sorted(world.saved) == [3, 5] and 3 in progress.pipeline.order_indices
     asyncio.run(run(config, resumed.workers(), prompts, HELD, resumed, resumed, progress))

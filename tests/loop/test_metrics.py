@@ -1,4 +1,4 @@
-"""Metrics of a batch, worked by hand."""
+"""Metrics of a batch, computed by hand."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,13 +16,13 @@ NAN = float("nan")
 
 def test_every_reward_part_logs_its_mean_and_its_unscored_samples():
     rng = np.random.default_rng(0)
-    parts = [{"math": [1, 0, NAN, 1], "judge": [NAN] * 4}, {"math": [0, 0, 1, NAN], "judge": [NAN] * 4}]
+    by_group = [{"math": [1, 0, NAN, 1], "judge": [NAN] * 4}, {"math": [0, 0, 1, NAN], "judge": [NAN] * 4}]
     groups = [
         replace(
-            group(i, rng, rewards=own["math"]),
-            reward_parts={name: np.array(values, np.float32) for name, values in own.items()},
+            group(i, rng, rewards=parts["math"]),
+            reward_parts={name: np.array(values, np.float32) for name, values in parts.items()},
         )
-        for i, own in enumerate(parts)
+        for i, parts in enumerate(by_group)
     ]
     metrics = rollout_metrics(groups, version=0)
     assert metrics["reward/math"] == pytest.approx(3 / 6) and metrics["reward/math_unscored"] == 2.0
@@ -31,7 +31,7 @@ def test_every_reward_part_logs_its_mean_and_its_unscored_samples():
 
 
 def rollout(sample, marks, reason="stop", turns=(), *, version=5, further=()):
-    """Marks: a a sampled token of ``version``, o a given one."""
+    """Build a rollout. ``marks``: a is a sampled token of ``version``, o a given one."""
     sampled = np.array([c == "a" for c in marks])
     versions = np.where(sampled, version, -1).astype(np.int32)
     ids, logprobs = np.zeros(len(marks), np.int32), np.full(len(marks), np.nan, np.float32)
@@ -45,11 +45,11 @@ def turn(*outcomes, seconds=1.0):
 
 def test_given_tokens_are_neither_stale_nor_sampled_and_ends_of_episodes_are_shares():
     """A version of -1 would be a staleness of 8 here, and a NaN a lost sample."""
-    more = rollout(0, "aooa", version=7)
-    row = FurtherRow(np.zeros(9, np.int32), more.completion_ids, more.logprobs, more.policy_versions,
-                     more.sampled)  # fmt: skip
-    made = group_of([1, 0, 1, 0, 0], [3] * 5)
-    plain = made.rollouts[4]
+    late = rollout(0, "aooa", version=7)
+    row = FurtherRow(np.zeros(9, np.int32), late.completion_ids, late.logprobs, late.policy_versions,
+                     late.sampled)  # fmt: skip
+    base = group_of([1, 0, 1, 0, 0], [3] * 5)
+    plain = base.rollouts[4]
     rollouts = (
         rollout(0, "aao", "stop", [turn("ok", seconds=0.5), turn("error", seconds=3.5)], further=[row]),
         rollout(1, "ooa", "turns", [turn("ok", "timeout")]),
@@ -57,7 +57,7 @@ def test_given_tokens_are_neither_stale_nor_sampled_and_ends_of_episodes_are_sha
         rollout(3, "a", "error", [turn()]),
         replace(plain, policy_versions=np.full(3, 7, np.int32)),
     )
-    metrics = rollout_metrics([replace(made, rollouts=rollouts)], version=7)
+    metrics = rollout_metrics([replace(base, rollouts=rollouts)], version=7)
     assert metrics["rollout/staleness_max"] == 2.0 and metrics["rollout/nan_logprobs"] == 0.0
     assert metrics["rollout/staleness_mean"] == pytest.approx(2 * 5 / 10)
     assert metrics["rollout/tokens"] == 10.0
@@ -75,14 +75,14 @@ def test_given_tokens_are_neither_stale_nor_sampled_and_ends_of_episodes_are_sha
 
 
 def test_a_log_prob_that_is_not_finite_counts_its_sample_once_and_is_in_no_mean():
-    made = group_of([1, 0, 1], [2, 3, 4])
+    base = group_of([1, 0, 1], [2, 3, 4])
     logprobs = ([-1.0, -2.0], [np.nan, -np.inf, -3.0], [-4.0, -4.0, -4.0, -4.0])
     versions = ([3, 3], [3, 3, 2], [1, 1, 1, 4])
-    own = zip(made.rollouts, logprobs, versions, strict=True)
+    zipped = zip(base.rollouts, logprobs, versions, strict=True)
     rollouts = tuple(
-        replace(r, logprobs=np.array(p, np.float32), policy_versions=np.array(v, np.int32)) for r, p, v in own
+        replace(rollout, logprobs=np.float32(p), policy_versions=np.int32(v)) for rollout, p, v in zipped
     )
-    metrics = rollout_metrics([replace(made, rollouts=rollouts)], version=3)
+    metrics = rollout_metrics([replace(base, rollouts=rollouts)], version=3)
     assert metrics["rollout/nan_logprobs"] == 1.0
     assert metrics["rollout/entropy"] == (1 + 2 + 3 + 16) / 7
     assert metrics["rollout/staleness_mean"] == (0 + 0 + 0 + 0 + 1 + 2 + 2 + 2 - 1) / 9
@@ -98,12 +98,12 @@ def test_a_log_prob_that_is_not_finite_counts_its_sample_once_and_is_in_no_mean(
     ],
 )
 def test_groups_with_a_signal_are_counted_as_one_by_one(rewards, signals):
-    groups = [replace(group_of([0], [1]), rewards=np.array(own, np.float32)) for own in rewards]
+    groups = [replace(group_of([0], [1]), rewards=np.array(r, np.float32)) for r in rewards]
     assert count_signals(groups) == sum(has_signal(g.rewards) for g in groups) == signals
 
 
 def test_the_cost_of_a_step_by_hand():
-    """Of two groups of the batch one teaches; the third was discarded."""
+    """One of the two groups of the batch is trained; a third was discarded."""
     groups = [group_of([0, 1], [2, 4]), group_of([1, 1], [3, 3])]
     discarded = [group_of([0, 0, 0], [1, 1, 4])]
     assert sampling_cost(groups, discarded, {0}) == {

@@ -1,4 +1,4 @@
-"""Dynamic sampling group by group: which prompts are launched, when, and that timing does not matter."""
+"""Dynamic sampling by group: which prompts are launched and when, independent of timing."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ from tests.support.patience import HANG_S
 
 
 def prompts(signals):
-    """Return a prompt for each letter: x has a signal, . has none."""
+    """Return a prompt per letter: x has a signal, . is zero-variance."""
     ids = np.array([1], np.int32)
     return [Prompt(f"{i}{letter}", ids, "", "made") for i, letter in enumerate(signals)]
 
@@ -21,12 +21,12 @@ async def group(prompt):
     return Group(prompt, (), np.zeros(0, np.float32), {}, ())
 
 
-def refill(sample, signals, wanted, oversample=1.0):
+def refill(sample, signals, size, oversample=1.0):
     has_signal = lambda group: group.prompt.uid.endswith("x")  # noqa: E731
-    return Refill(sample, has_signal, prompts(signals), wanted=wanted, oversample=oversample)
+    return Refill(sample, has_signal, prompts(signals), wanted=size, oversample=oversample)
 
 
-def taken(signals, wanted, oversample=1.0, seed=None):
+def sampled_batch(signals, size, oversample=1.0, seed=None):
     delay = random.Random(seed)
 
     async def sample(prompt):
@@ -34,7 +34,7 @@ def taken(signals, wanted, oversample=1.0, seed=None):
             await asyncio.sleep(0)
         return await group(prompt)
 
-    batch = asyncio.run(refill(sample, signals, wanted, oversample).batch())
+    batch = asyncio.run(refill(sample, signals, size, oversample).batch())
     return "".join(g.prompt.uid for g in batch.groups), "".join(g.prompt.uid for g in batch.discarded)
 
 
@@ -44,22 +44,22 @@ def taken(signals, wanted, oversample=1.0, seed=None):
         ("xx.xxxx", 1.0, "0x1x3x4x", "2."),  # 5 and 6 are never launched
         ("x..x.xxx", 1.0, "0x3x5x6x", "1.2.4."),
         ("....", 1.0, "0.1.2.3.", ""),
-        ("x....", 1.0, "0x1.2.3.", "4."),  # no prompts left: silent ones fill the batch
-        ("x..xxxx", 2.0, "0x3x4x5x", "6x1.2."),  # two missing after the step's own four: two for each
+        ("x....", 1.0, "0x1.2.3.", "4."),  # no prompts left: zero-variance groups fill the batch
+        ("x..xxxx", 2.0, "0x3x4x5x", "6x1.2."),  # two are missing after the first four: two replacements each
         ("x.xxxxx", 2.0, "0x2x3x4x", "5x1."),
     ],
 )
 def test_the_batch_by_hand_and_whatever_the_timing(signals, oversample, groups, discarded):
     for seed in (None, *range(20)):
-        assert taken(signals, 4, oversample, seed) == (groups, discarded)
+        assert sampled_batch(signals, 4, oversample, seed) == (groups, discarded)
 
 
 @pytest.mark.parametrize("oversample", [1.0, 1.3, 2.0])
 def test_random_batches_do_not_depend_on_timing(oversample):
     for case in range(30):
         signals = "".join(random.Random(case).choices("x.", k=40))
-        found = {taken(signals, 6, oversample, seed) for seed in range(6)}
-        assert len(found) == 1, signals
+        batches = {sampled_batch(signals, 6, oversample, seed) for seed in range(6)}
+        assert len(batches) == 1, signals
 
 
 def test_a_replacement_is_launched_while_a_slow_group_is_still_sampled():
@@ -70,7 +70,7 @@ def test_a_replacement_is_launched_while_a_slow_group_is_still_sampled():
         if prompt.uid == "0x":
             await slow_ends.wait()
         if prompt.uid == "3x":
-            slow_ends.set()  # in waves this would be launched only after the slow group, so never
+            slow_ends.set()  # launched in waves, this would wait for the slow group forever
         return await group(prompt)
 
     async def run():

@@ -1,4 +1,4 @@
-"""The next batch is staged while the optimiser runs; the numbers stay the same."""
+"""The next batch is staged while the optimiser runs, without changing any number."""
 
 import asyncio
 import dataclasses
@@ -22,7 +22,7 @@ STEERED = {"kl": {"coef": 0.1, "target": 0.5, "gain": 1.0}}
 
 
 class Slow(fakes.World):
-    """Its update takes long enough that staging ahead, where it happens, begins; logs the order of events."""
+    """Its update is long enough for staging ahead to begin; records the order of events."""
 
     def stage(self, batches, **how):
         self.events.append("stage")
@@ -42,7 +42,7 @@ class Slow(fakes.World):
 
 
 class Ahead(Slow):
-    """Its update waits until the next batch is staged; that of step ``last`` has no next one."""
+    """Its update waits until the next batch is staged, except in step ``last``."""
 
     def __init__(self, last):
         super().__init__()
@@ -68,25 +68,25 @@ def test_the_next_batch_is_staged_while_the_optimiser_runs():
 
 
 def test_what_visits_every_sample_of_a_step_leaves_the_loops_thread_free(monkeypatch):
-    """That thread launches and receives groups, and everything else waits for it."""
+    """That thread launches and receives groups; everything waits for it."""
     threads = {}
 
-    def noted(name, own, *arguments, **settings):
+    def record_thread(name, function, *arguments, **settings):
         threads.setdefault(name, set()).add(threading.get_ident())
-        return own(*arguments, **settings)
+        return function(*arguments, **settings)
 
-    of_staging = ("rollout_metrics", "sampling_cost", "needed_tokens", "by_sample")
-    for module, name in ((updates, "make_updates"), *((staging, name) for name in of_staging)):
-        monkeypatch.setattr(module, name, partial(noted, name, getattr(module, name)))
+    in_staging = ("rollout_metrics", "sampling_cost", "needed_tokens", "by_sample")
+    for module, name in ((updates, "make_updates"), *((staging, name) for name in in_staging)):
+        monkeypatch.setattr(module, name, partial(record_thread, name, getattr(module, name)))
     train(fakes.config(steps=2, tracking={"samples": True}), Slow())
-    assert len(threads) == 5 and all(threading.get_ident() not in own for own in threads.values())
+    assert len(threads) == 5 and all(threading.get_ident() not in idents for idents in threads.values())
 
 
 @pytest.mark.parametrize(
     ("changes", "refresh"),
     [
         ({"algorithm": {"kl": STEERED["kl"] | {"in_reward": True}}}, False),  # part of the advantages
-        ({"algorithm": {"advantage": "otb"}}, False),  # which reads the policy
+        ({"algorithm": {"advantage": "otb"}}, False),  # reads the policy
         ({"algorithm": {"kl": {"coef": 0.1}}, "reference": {"refresh_every": 1}}, True),
     ],
 )
@@ -101,7 +101,7 @@ def test_the_token_baseline_reads_the_policy_once_before_each_update():
     settings = fakes.config(steps=2, max_staleness=1, algorithm={"advantage": "otb", "skip_idle_rows": False})
     train(settings, world)
     norms = [e for e in world.events if e.startswith(("score norms", "update at"))]
-    assert norms == [f"{what} at version {i}" for i in range(2) for what in ("score norms", "update")]
+    assert norms == [f"{event} at version {i}" for i in range(2) for event in ("score norms", "update")]
     for number, (batch,) in enumerate(world.updates):
         rewards = np.stack([g.rewards for g in world.sampled_groups[f"step_{number + 1:06d}"]])
         expected = torch.from_numpy(rewards - rewards.mean(axis=1, keepdims=True)).flatten()[:, None]
@@ -110,12 +110,12 @@ def test_the_token_baseline_reads_the_policy_once_before_each_update():
 
 def test_a_sample_without_a_reward_has_score_norms_for_the_reward_that_a_shuffle_may_give_it():
     (group, *others), world = made_groups.episode_groups(), fakes.World()
-    lost = np.full_like(group.rewards, np.nan)
-    read = [
-        asyncio.run(score_norms_of(world, [dataclasses.replace(group, rewards=own), *others]))
-        for own in (group.rewards, lost)
+    unscored = np.full_like(group.rewards, np.nan)
+    norms = [
+        asyncio.run(score_norms_of(world, [dataclasses.replace(group, rewards=rewards), *others]))
+        for rewards in (group.rewards, unscored)
     ]
-    assert read[0].any(dim=1).all() and torch.equal(*read)
+    assert norms[0].any(dim=1).all() and torch.equal(*norms)
 
 
 def test_a_steered_kl_weight_in_the_loss_does_not_delay_staging():
@@ -154,8 +154,8 @@ def test_the_kl_weight_reaches_every_update_of_a_rank():
 
     worker = PolicyWorker()
     worker._trainer = SimpleNamespace(update=lambda batches, bounds, kl_coef, **_: kl_coef)
-    own = RankUpdates([made_groups.batch(), made_groups.batch()], keep_logprobs=False)
-    assert worker.update(own, 0.3, ()) == 0.3
+    rank_updates = RankUpdates([made_groups.batch(), made_groups.batch()], keep_logprobs=False)
+    assert worker.update(rank_updates, 0.3, ()) == 0.3
 
 
 def test_a_failure_while_staging_ahead_ends_the_run_with_its_own_error():
@@ -170,11 +170,11 @@ def test_a_failure_while_staging_ahead_ends_the_run_with_its_own_error():
 
 
 def test_a_failure_of_sampling_is_raised_once_and_unchanged(caplog):
-    gc.collect()  # of other tests
+    gc.collect()  # garbage of other tests
     caplog.clear()
     world = Slow(fail_on="p3")
     with pytest.raises(RuntimeError, match="engine died on p3"):
         train(fakes.config(steps=10, max_staleness=1), world)
     gc.collect()
-    told = [record.getMessage() for record in caplog.records]
-    assert not [text for text in told if "never retrieved" in text and "p3" in text]
+    messages = [record.getMessage() for record in caplog.records]
+    assert not [text for text in messages if "never retrieved" in text and "p3" in text]

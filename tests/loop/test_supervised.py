@@ -1,4 +1,4 @@
-"""The loop of supervised training on fakes: what it trains on, measures, keeps and resumes."""
+"""The loop of supervised training on fakes: batches, measurements, checkpoints and resumes."""
 
 import asyncio
 from collections import Counter
@@ -21,15 +21,11 @@ from tests.support import fakes
 def demonstrations(count, start=0):
     return [
         Demonstration(
-            f"d{i}",
-            np.array([7, i + 20], np.int32),
-            "",
-            "made",
-            f"made:{i}",
+            f"d{i}", np.array([7, i + 20], np.int32), "", "made", f"made:{i}",
             completion_ids=np.arange(1, 2 + i % 3, dtype=np.int32),
         )
         for i in range(start, start + count)
-    ]
+    ]  # fmt: skip
 
 
 def config(steps=6, batch_size=4, **changes):
@@ -54,7 +50,7 @@ class Job(fakes.World):
         return {"loss/total": 1.0, "health/skipped_updates": float(skipped), "health/bad_weights": 0.0}
 
     async def logprobs(self, batch):
-        """A row's log-probs are minus its number of tokens."""
+        """Return minus the number of tokens of a row as its log-probs."""
         self.measured.append(len(batch))
         lengths = batch.policy.mask.sum(dim=1).tolist()
         return "float32", {
@@ -71,23 +67,23 @@ class Job(fakes.World):
         return self
 
 
-def rows_of(job):
-    """The prompts of each update, by the token that tells them apart."""
+def trained_rows(job):
+    """Return the prompts of each update, as the number in their second token."""
     return [(batch.tokens[:, 1] - 20).tolist() for (batch,) in job.updates]
 
 
 def test_every_demonstration_is_trained_on_once_an_epoch_in_an_order_of_the_seed():
-    found = rows_of(Job().run(config(steps=5), demonstrations(10)))  # two epochs
-    assert [len(rows) for rows in found] == [4] * 5
-    flat = [row for rows in found for row in rows]
+    batches = trained_rows(Job().run(config(steps=5), demonstrations(10)))  # two epochs
+    assert [len(rows) for rows in batches] == [4] * 5
+    flat = [row for rows in batches for row in rows]
     assert set(flat[:10]) == set(range(10)) and Counter(flat) == dict.fromkeys(range(10), 2)
     assert flat[:10] != flat[10:]
-    assert rows_of(Job().run(config(steps=5), demonstrations(10))) == found
-    assert rows_of(Job().run(config(steps=5, sft={"seed": 1}), demonstrations(10))) != found
+    assert trained_rows(Job().run(config(steps=5), demonstrations(10))) == batches
+    assert trained_rows(Job().run(config(steps=5, sft={"seed": 1}), demonstrations(10))) != batches
 
 
 def test_fewer_demonstrations_than_a_batch_come_several_times_in_it():
-    (rows,) = rows_of(Job().run(config(steps=1, batch_size=7), demonstrations(3)))
+    (rows,) = trained_rows(Job().run(config(steps=1, batch_size=7), demonstrations(3)))
     assert Counter(rows) in [{0: 3, 1: 2, 2: 2}, {0: 2, 1: 3, 2: 2}, {0: 2, 1: 2, 2: 3}]
 
 
@@ -104,18 +100,18 @@ def test_the_completion_alone_is_trained_and_all_of_the_batch_s_tokens_are_the_d
 
 
 def test_what_demonstrations_begin_with_is_needed_once(monkeypatch):
-    """A system prompt of 20 tokens and a 7 in front of one that differs: 21 + 4 tokens, and completions."""
-    begun = [
-        replace(own, token_ids=np.r_[np.full(20, 99), own.token_ids].astype(np.int32))
-        for own in demonstrations(4)
+    """A system prompt of 20 tokens and a 7, then one token that differs: 21 + 4 tokens, plus completions."""
+    with_prefix = [
+        replace(row, token_ids=np.r_[np.full(20, 99), row.token_ids].astype(np.int32))
+        for row in demonstrations(4)
     ]
 
-    async def computed(self, batches, *, kl_coef, bounds, _own=Job.update):
+    async def update_computed(self, batches, *, kl_coef, bounds, _own=Job.update):
         return await _own(self, batches, kl_coef=kl_coef, bounds=bounds) | {COMPUTED_TOKENS: 64.0}
 
-    monkeypatch.setattr(Job, "update", computed)
-    job = Job().run(config(steps=1, batch_size=4, sft={"max_length": 40}), begun)
-    completions = sum(len(own.completion_ids) for own in begun)
+    monkeypatch.setattr(Job, "update", update_computed)
+    job = Job().run(config(steps=1, batch_size=4, sft={"max_length": 40}), with_prefix)
+    completions = sum(len(row.completion_ids) for row in with_prefix)
     needed = 21 + 4 + completions  # all begin with the 20 and a 7
     assert job.logged[1]["throughput/packing_efficiency"] == pytest.approx(needed / 64.0)
 
@@ -132,7 +128,7 @@ def test_validation_loss_is_the_mean_over_tokens_before_during_and_after():
 
 def test_a_stopped_training_saves_and_resumes_with_the_batches_and_measurements_of_an_unbroken_one():
     settings, train, held_out = config(steps=6), demonstrations(10), demonstrations(3)
-    whole = Job().run(settings, train, held_out)
+    unbroken = Job().run(settings, train, held_out)
     stopped = Job(stop_after=2)
     with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
         stopped.run(settings, train, held_out)
@@ -140,11 +136,11 @@ def test_a_stopped_training_saves_and_resumes_with_the_batches_and_measurements_
     progress = stopped.saved[2]
     assert progress.evaluation_pending and "validation/loss" not in stopped.logged[2]
     rest = Job().run(settings, train, held_out, progress=progress)
-    assert rows_of(stopped) + rows_of(rest) == rows_of(whole)
-    both = {
+    assert trained_rows(stopped) + trained_rows(rest) == trained_rows(unbroken)
+    losses = {
         s: m["validation/loss"] for s, m in (stopped.logged | rest.logged).items() if "validation/loss" in m
     }
-    assert set(both) == {0, 2, 4, 6}
+    assert set(losses) == {0, 2, 4, 6}
 
 
 def test_a_refused_update_is_reported_and_its_rows_are_kept():

@@ -1,4 +1,4 @@
-"""The probe of the sync: when engines are probed, what is compared, and what ends the run."""
+"""The sync probe: when engines are probed, what is compared, and what ends the run."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,7 @@ def train(world, settings, **kwargs):
     asyncio.run(run(settings, world.workers(), fakes.prompts(40), [], world, world, **kwargs))
 
 
-# --- when probes happen
+# --- when engines are probed
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -49,32 +49,32 @@ def test_a_probe_is_on_by_default():
 
 
 def test_a_resumed_run_probes_at_once_and_logs_the_numbers_of_the_uninterrupted_one():
-    whole = Probed()
-    train(whole, config(4, steps=6, checkpoint={"every": 3}))
+    uninterrupted = Probed()
+    train(uninterrupted, config(4, steps=6, checkpoint={"every": 3}))
     resumed = Probed()
     resumed.version = 3
-    train(resumed, config(4, steps=6), progress=whole.saved[3])
-    assert list(whole.probed) == [0, 4] and list(resumed.probed) == [3, 4]
+    train(resumed, config(4, steps=6), progress=uninterrupted.saved[3])
+    assert list(uninterrupted.probed) == [0, 4] and list(resumed.probed) == [3, 4]
     assert len(resumed.notes) == 2
 
     def numbers(world, step):
         return {k: v for k, v in world.logged[step].items() if not k.startswith(("time/", "throughput/"))}
 
     for step in (4, 5, 6):
-        assert numbers(resumed, step) == numbers(whole, step)
+        assert numbers(resumed, step) == numbers(uninterrupted, step)
 
 
 def test_an_engine_that_was_replaced_is_probed_before_the_next_update():
     """It joins while the batch of step 3 is sampled."""
     world = Probed(("rollout-0", "rollout-1"))
-    score, new = world.score, object()
+    score, replacement = world.score, object()
 
-    async def replaced(prompt, rollouts):
+    async def replace_engine(prompt, rollouts):
         if world.version == 2:
-            world.serving["rollout-1"] = new
+            world.serving["rollout-1"] = replacement
         return await score(prompt, rollouts)
 
-    world.score = replaced
+    world.score = replace_engine
     train(world, config(0, steps=5))
     assert world.probed[0] == ["rollout-0", "rollout-1"]
     assert world.probed[2] == ["rollout-1"] and len(world.probed) == 2
@@ -85,12 +85,12 @@ def test_a_wrong_engine_that_joins_later_ends_the_run_before_its_samples_move_th
     world = Probed(("rollout-0", "rollout-1"))
     push = world.push
 
-    async def joined(version):
+    async def push_and_join(version):
         if version == 2:
             world.serving["rollout-1"], world.error["rollout-1"] = object(), 0.5
         return await push(version)
 
-    world.push = joined
+    world.push = push_and_join
     with pytest.raises(Unhealthy, match=r"step 3: .*rollout-1 and the policy differ by 0\.5 nats") as stop:
         train(world, config(0, steps=5))
     assert "rollout-0" not in str(stop.value) and len(world.updates) == 2
@@ -107,14 +107,14 @@ def test_an_engine_lost_during_its_probe_is_left_out_and_its_replacement_is_prob
                 world.serving.pop("rollout-1", None)
             return await sample(self, engine, *request)
 
-    async def back(version):
+    async def push_and_return(version):
         if version == 2:
             world.serving["rollout-1"] = object()
         return await push(version)
 
-    world.push = back
-    losing = dataclasses.replace(world.workers(), probe=Losing(world))
-    asyncio.run(run(config(1, steps=3), losing, fakes.prompts(40), [], world, world))
+    world.push = push_and_return
+    workers = dataclasses.replace(world.workers(), probe=Losing(world))
+    asyncio.run(run(config(1, steps=3), workers, fakes.prompts(40), [], world, world))
     assert world.probed == {0: ["rollout-0"], 1: ["rollout-0"], 2: ["rollout-0", "rollout-1"]}
     assert not world.warnings
 
@@ -142,16 +142,16 @@ def test_an_engine_that_never_serves_ends_the_probe_at_the_deadline_of_sampling(
         train(world, config(0, steps=1, cluster={"timeouts": {"sample_s": 0.2}}))
 
 
-# --- what
+# --- what is compared
 
 
 def test_identical_probe_samples_of_several_engines_cost_one_forward_pass():
     world = Probed(tuple(f"rollout-{i}" for i in range(8)))
     train(world, config(0, steps=1))
     assert world.rows == [4]
-    (uids, seeds, sampling), *others = world.requests
+    (uids, seeds, sampling), *other_requests = world.requests
     assert len(set(uids)) == 2 and len(set(seeds)) == 2 and sampling.max_new_tokens == 4
-    assert all(other == (uids, seeds, sampling) for other in others)
+    assert all(request == (uids, seeds, sampling) for request in other_requests)
 
 
 def test_a_probe_is_sampled_at_the_temperature_of_training():
@@ -177,34 +177,34 @@ def test_a_probe_with_no_token_is_repeated_at_the_next_step():
     world.claimed = 99
     push = world.push
 
-    async def repaired(version):
+    async def push_and_repair(version):
         world.claimed = None
         return await push(version)
 
-    world.push = repaired
+    world.push = push_and_repair
     train(world, config(0, steps=4))
     assert list(world.probed) == [0, 1] and len(world.warnings) == len(world.notes) == 1
 
 
 def test_each_engine_is_compared_on_the_experts_that_it_took():
-    """Both sample the same tokens by different routes, and the log-probs of a token depend on its routes."""
+    """Both sample the same tokens by different routes, which determine the log-probs."""
     world = Probed(("rollout-0", "rollout-1"))
     world.error |= {"rollout-1": 0.5}
     workers = world.workers()
     sample = workers.probe.sample
 
-    async def routed(engine, *request):
+    async def sample_with_routes(engine, *request):
         expert = 1 if world.name_of(engine) == "rollout-1" else 0
         routes = HeldRoutes(np.full((2, 1, 1), expert, np.uint8))
         groups = await sample(engine, *request)
-        return [tuple(dataclasses.replace(own, routes=routes) for own in group) for group in groups]
+        return [tuple(dataclasses.replace(rollout, routes=routes) for rollout in group) for group in groups]
 
-    async def replayed(batch):
-        taken = [int(routes.fetch()[0, 0, 0]) for routes in batch.routes]
-        values = [np.full(2, LOGPROB + 0.5 * expert, np.float32) for expert in taken]
+    async def logprobs_by_expert(batch):
+        experts = [int(routes.fetch()[0, 0, 0]) for routes in batch.routes]
+        values = [np.full(2, LOGPROB + 0.5 * expert, np.float32) for expert in experts]
         return "float32", dict(zip(batch.row_ids.tolist(), values, strict=True))
 
-    workers.probe.sample, workers.probe.logprobs = routed, replayed
+    workers.probe.sample, workers.probe.logprobs = sample_with_routes, logprobs_by_expert
     asyncio.run(run(config(steps=1), workers, fakes.prompts(40), [], world, world))
     assert len(world.updates) == 1 and len(world.notes) == 2
 
@@ -253,32 +253,32 @@ def test_the_bound_is_that_of_the_policys_dtype_unless_it_is_set(dtype, above, e
 
 
 def test_one_token_whose_log_prob_is_nan_ends_the_run_with_a_message():
-    """A training batch leaves such a sample out; the probe must not."""
+    """A training batch excludes such a sample; the probe must not."""
     world = Probed()
     workers = world.workers()
     sample = workers.probe.sample
 
-    async def broken(*request):
+    async def sample_nan(*request):
         groups = await sample(*request)
         groups[0][0].logprobs[1] = math.nan
         return groups
 
-    workers.probe.sample = broken
+    workers.probe.sample = sample_nan
     with pytest.raises(Unhealthy, match="the policy differ by nan nats on average, nan at most, over 8"):
         asyncio.run(run(config(steps=1), workers, fakes.prompts(40), [], world, world))
     assert not world.updates
 
 
 def updates_differ_by(world, *means):
-    """The update of each step finds this mean difference in the step's own samples."""
+    """Make the update of each step report this mean difference for its samples."""
     update = world.update
 
-    async def differing(batches, *, kl_coef, bounds):
+    async def update_with_mismatch(batches, *, kl_coef, bounds):
         mean = means[len(world.updates)]
-        found = {"mismatch/logprob_diff_mean": mean, "mismatch/logprob_diff_max": 2 * mean}
-        return await update(batches, kl_coef=kl_coef, bounds=bounds) | found
+        mismatch = {"mismatch/logprob_diff_mean": mean, "mismatch/logprob_diff_max": 2 * mean}
+        return await update(batches, kl_coef=kl_coef, bounds=bounds) | mismatch
 
-    world.update = differing
+    world.update = update_with_mismatch
 
 
 def test_the_samples_of_an_on_policy_step_are_held_to_the_bound_at_every_step():
@@ -310,14 +310,14 @@ def test_every_dtype_of_a_policy_has_a_bound():
 
 
 @pytest.mark.parametrize(
-    ("quantization", "share", "held"), [("fp8", 0.9, True), ("fp8", 1.1, False), ("none", 0.9, False)]
+    ("quantization", "share", "passes"), [("fp8", 0.9, True), ("fp8", 1.1, False), ("none", 0.9, False)]
 )
-def test_engines_in_fp8_are_held_to_a_bound_of_their_own(quantization, share, held):
+def test_engines_in_fp8_are_held_to_a_bound_of_their_own(quantization, share, passes):
     world = Probed(dtype="bfloat16")
     world.error["rollout-0"] = share * BOUNDS["fp8"]
     settings = config(steps=1, rollout={"quantization": quantization})
     precision = "fp8" if quantization == "fp8" else "bfloat16"
-    if held:
+    if passes:
         train(world, settings)
         assert f"bound {BOUNDS['fp8']:g} in fp8" in world.notes[0]
         return
@@ -328,11 +328,11 @@ def test_engines_in_fp8_are_held_to_a_bound_of_their_own(quantization, share, he
 def test_a_run_that_fails_its_probe_ends_with_exit_code_3_and_one_message(capsys):
     world = Probed()
     world.error["rollout-0"] = 1.0
-    with pytest.raises(Unhealthy) as ended:
+    with pytest.raises(Unhealthy) as end:
         train(world, config(steps=1))
-    code = report_end(ended.value)
-    said = capsys.readouterr().err
-    assert code == 3 and said.count("\n") == 1 and "not the same model" in said
+    code = report_end(end.value)
+    message = capsys.readouterr().err
+    assert code == 3 and message.count("\n") == 1 and "not the same model" in message
 
 
 def test_a_run_that_ends_for_another_reason_leaves_no_probe_behind():

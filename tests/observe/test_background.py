@@ -26,13 +26,13 @@ def test_a_full_queue_blocks_the_caller():
     gate, background = threading.Event(), Background("test", pending=2)
     for _ in range(3):  # one runs, two wait
         background.submit(gate.wait)
-    held_up = threading.Thread(target=background.submit, args=(lambda: None,))
-    held_up.start()
-    held_up.join(0.2)
-    assert held_up.is_alive()
+    caller = threading.Thread(target=background.submit, args=(lambda: None,))
+    caller.start()
+    caller.join(0.2)
+    assert caller.is_alive()
     gate.set()
-    held_up.join(HANG_S)
-    assert not held_up.is_alive()
+    caller.join(HANG_S)
+    assert not caller.is_alive()
     background.close()
 
 
@@ -78,15 +78,15 @@ def test_a_table_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_waiting_for_a_hanging_disk_has_a_deadline(monkeypatch):
-    begun, stuck = threading.Event(), threading.Event()
+    work_begun, stuck = threading.Event(), threading.Event()
     background = Background("tables", pending=1)
-    background.submit(lambda: (begun.set(), stuck.wait(HANG_S)))
-    assert begun.wait(HANG_S)
+    background.submit(lambda: (work_begun.set(), stuck.wait(HANG_S)))
+    assert work_begun.wait(HANG_S)
     background.submit(lambda: None)
     monkeypatch.setattr("grpo_dist.runtime.concurrency._DEADLINE_S", 0.05)
-    for late in (background.flush, lambda: background.submit(lambda: None)):
+    for call in (background.flush, lambda: background.submit(lambda: None)):
         with pytest.raises(TimeoutError, match=r"tables: not done within 0\.05 s; is the disk full"):
-            late()
+            call()
     stuck.set()
     monkeypatch.setattr("grpo_dist.runtime.concurrency._DEADLINE_S", HANG_S)
     background.close()
@@ -94,10 +94,10 @@ def test_waiting_for_a_hanging_disk_has_a_deadline(monkeypatch):
 
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_closing_has_the_same_deadline_with_a_full_and_an_empty_queue(monkeypatch, waiting):
-    begun, stuck = threading.Event(), threading.Event()
+    work_begun, stuck = threading.Event(), threading.Event()
     background = Background("tables", pending=1)
-    background.submit(lambda: (begun.set(), stuck.wait(HANG_S)))
-    assert begun.wait(HANG_S)
+    background.submit(lambda: (work_begun.set(), stuck.wait(HANG_S)))
+    assert work_begun.wait(HANG_S)
     for _ in range(waiting):
         background.submit(lambda: None)
     monkeypatch.setattr("grpo_dist.runtime.concurrency._DEADLINE_S", 0.3)

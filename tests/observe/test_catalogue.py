@@ -1,4 +1,4 @@
-"""The metric catalogue has exactly the metrics that the code can log."""
+"""The metric catalogue lists exactly the metrics that the code can log."""
 
 import ast
 import asyncio
@@ -23,12 +23,12 @@ from tests.support import fakes
 from tests.support.losses import objective
 
 ROOT = Path(__file__).resolve().parents[2]
-# Records of a benchmark, a plan, a submission or a pipeline are no metrics of a run.
+# Records of benchmarks, plans, submissions and pipelines are not metrics of a run.
 ELSEWHERE = ("bench", "plan", "recipe", "submit")
 METRICS = metrics()
 FAMILIES = {m.name.partition("/")[0] for m in METRICS}
 NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>{}]+)+")
-# Parts of names; the rest of a name is a phase of a stopwatch, an outcome, or depends on the run.
+# Partial names; the rest is a stopwatch phase, an outcome, or depends on the run.
 PARTS = {"time/<>_s", "outcome/<>", "eval/<>/<>", "health/refused_"}
 
 
@@ -42,8 +42,8 @@ def sources() -> dict[str, ast.AST]:
     }
 
 
-def text_of(node: ast.AST) -> str | None:
-    """Return a string as written; in an f-string <> replaces each value."""
+def literal_text(node: ast.AST) -> str | None:
+    """Return a string literal; in an f-string <> replaces each value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -51,23 +51,23 @@ def text_of(node: ast.AST) -> str | None:
     return None
 
 
-def named(nodes) -> set[str]:
-    texts = {text_of(node) for node in nodes if node is not None}
+def metric_names(nodes) -> set[str]:
+    texts = {literal_text(node) for node in nodes if node is not None}
     return {t for t in texts if t and NAME.fullmatch(t)}
 
 
 def logged(tree: ast.AST) -> set[str]:
-    """Return names where metrics are made: keys of mappings, and names assigned to variables."""
+    """Return names in code that makes metrics: keys of mappings, and names assigned to variables."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
-            names |= named(node.keys)
+            names |= metric_names(node.keys)
         elif isinstance(node, ast.DictComp):
-            names |= named([node.key])
+            names |= metric_names([node.key])
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            names |= named([node.slice])
+            names |= metric_names([node.slice])
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names |= {n for n in named([node.value]) if n.partition("/")[0] in FAMILIES}
+            names |= {n for n in metric_names([node.value]) if n.partition("/")[0] in FAMILIES}
     return names
 
 
@@ -79,16 +79,16 @@ def phases(tree: ast.AST) -> set[str]:
 
 @cache
 def written() -> dict[str, str]:
-    """Return every name that the code makes, with its file."""
+    """Return every name in code that makes metrics, with its file."""
     return {n: path for path, tree in sources().items() for n in logged(tree) | phases(tree)}
 
 
 def metrics_read(tree: ast.AST) -> set[str]:
-    """Return names of existing families in any other place."""
+    """Return names of existing families anywhere else."""
     nodes = list(ast.walk(tree))
-    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-    whole = named(node for node in nodes if id(node) not in parts)
-    return {n for n in whole if n.partition("/")[0] in FAMILIES}
+    fragments = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    names = metric_names(node for node in nodes if id(node) not in fragments)
+    return {n for n in names if n.partition("/")[0] in FAMILIES}
 
 
 class Everything(fakes.World):
@@ -116,40 +116,38 @@ class Everything(fakes.World):
 
 
 @pytest.fixture(scope="module")
-def of_a_run() -> set[str]:
+def run_metrics() -> set[str]:
     """Return the names that the real loop logs on fake workers."""
     world = Everything()
     config = fakes.config(
-        steps=2,
-        algorithm={"kl": {"coef": 0.1}},
-        evaluation={"samples_per_prompt": 2, "k": [1, 2], "after": False},
-        max_staleness=1,
-    )
+        steps=2, algorithm={"kl": {"coef": 0.1}},
+        evaluation={"samples_per_prompt": 2, "k": [1, 2], "after": False}, max_staleness=1,
+    )  # fmt: skip
     workers = replace(world.workers(reference=True), usage=world)
     sets = [EvalSet("held_out", fakes.prompts(3))]
     asyncio.run(run(config, workers, fakes.prompts(8), sets, world, world))
     return {name for metrics in world.logged.values() for name in metrics}
 
 
-def test_a_run_logs_nothing_that_is_not_in_the_catalogue(of_a_run):
-    assert len(of_a_run) > 60
-    assert sorted(name for name in of_a_run if described(name) is None) == []
+def test_a_run_logs_nothing_that_is_not_in_the_catalogue(run_metrics):
+    assert len(run_metrics) > 60
+    assert sorted(name for name in run_metrics if described(name) is None) == []
 
 
 def test_no_code_names_a_metric_that_is_not_in_the_catalogue():
-    """Neither in code that makes metrics, in any family, nor in code that reads them."""
+    """Neither code that makes metrics, in any family, nor code that reads them."""
     read = {n: path for path, tree in sources().items() for n in metrics_read(tree)}
     logged = {n: path for n, path in (written() | read).items() if n not in PARTS}
     assert len(logged) > 60
     assert {n: path for n, path in logged.items() if described(n.replace("<>", "x")) is None} == {}
 
 
-def test_the_catalogue_has_nothing_that_is_not_logged(of_a_run):
-    made = set(written())
-    assert made >= PARTS  # else the exception is no longer needed
-    whole = {name.replace("<>", "x") for name in made - PARTS}
-    found = [described(n) for n in whole | of_a_run | {f"outcome/{o}" for o in OUTCOMES}]
-    assert [m.name for m in METRICS if m not in found] == []
+def test_the_catalogue_has_nothing_that_is_not_logged(run_metrics):
+    in_code = set(written())
+    assert in_code >= PARTS  # otherwise PARTS is outdated
+    complete = {name.replace("<>", "x") for name in in_code - PARTS}
+    entries = [described(n) for n in complete | run_metrics | {f"outcome/{o}" for o in OUTCOMES}]
+    assert [m.name for m in METRICS if m not in entries] == []
 
 
 def test_every_entry_has_a_unit_a_reducer_and_a_meaning():

@@ -1,4 +1,4 @@
-"""`events.jsonl` exists in every run and has the warnings from before the first step."""
+"""`events.jsonl` exists in every run, and includes warnings from before the first step."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_the_snippet_of_the_guide_reads_a_run_without_a_warning(tmp_path, capsys
 
 
 @pytest.fixture
-def trained(tmp_path, monkeypatch):
+def prepared_run(tmp_path, monkeypatch):
     """Prepare a run directory without training."""
     rows = "".join(json.dumps({"problem": f"1+{i}=", "answer": i + 1}) + "\n" for i in range(4))
     for name in ("train", "held_out"):
@@ -73,37 +73,36 @@ def trained(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_warning_about_held_out_training_problems_is_in_events_and_report(trained):
-    (warning,) = events(trained)
+def test_the_warning_about_held_out_training_problems_is_in_events_and_report(prepared_run):
+    (warning,) = events(prepared_run)
     assert "held_out: 4 of 4 problems are also in the training set" in warning
-    _, found = pieces(write_report([str(trained)], None, ReportLimits(), lambda message: None))
-    assert [event[2] for event in found["0/events/0"]] == [warning]
+    _, data = pieces(write_report([str(prepared_run)], None, ReportLimits(), lambda message: None))
+    assert [event[2] for event in data["0/events/0"]] == [warning]
 
 
 def test_why_a_run_ended_itself_is_its_last_event(tmp_path):
-    """What an actor's handle logs on the driver is one, too. A run that was asked to end is no event."""
+    """A warning of an actor's handle on the driver is an event, too; a stop request is not."""
     with pytest.raises(Unhealthy), Tracker(fakes.config(tracking=OFF), tmp_path):
         reward.logger.warning("reward mine:score: KeyError: 'x' (/home/me/mine.py:2 in score)")
         raise Unhealthy("step 1: no sample could be scored")
     first, last = events(tmp_path)
-    assert first.startswith("reward mine:score: KeyError") and last == (
-        "the run ended: step 1: no sample could be scored"
-    )
+    assert first.startswith("reward mine:score: KeyError")
+    assert last == "the run ended: step 1: no sample could be scored"
     with pytest.raises(Preempted), Tracker(fakes.config(tracking=OFF), tmp_path):
         raise Preempted("asked to end")
     assert len(events(tmp_path)) == 2
 
 
-def test_code_of_a_user_that_raises_is_the_last_event_with_its_file_and_line(tmp_path):
-    """Here in an advantage estimator, after the trial before the run."""
+def test_user_code_that_raises_is_the_last_event_with_its_file_and_line(tmp_path):
+    """In an advantage estimator, after the trial before the run."""
     (tmp_path / "late.py").write_text("def late(rewards):\n    return rewards / []\n")
     inputs = AdvantageInputs(torch.ones(2), torch.zeros(2), torch.ones(2), torch.zeros(2), {}, {})
-    with pytest.raises(UserError) as ended, Tracker(fakes.config(tracking=OFF), tmp_path):
+    with pytest.raises(UserError) as end, Tracker(fakes.config(tracking=OFF), tmp_path):
         user_advantages("late:late", UserCode([str(tmp_path)]), inputs)
-    said = str(ended.value)
-    assert said.startswith("advantage estimator late:late failed: TypeError: ")
-    assert said.endswith(f"({tmp_path}/late.py:2 in late); correct it")
-    assert events(tmp_path) == [f"the run ended: {said}"]
+    message = str(end.value)
+    assert message.startswith("advantage estimator late:late failed: TypeError: ")
+    assert message.endswith(f"({tmp_path}/late.py:2 in late); correct it")
+    assert events(tmp_path) == [f"the run ended: {message}"]
 
 
 def test_the_line_of_a_step_counts_the_samples_that_were_not_scored():

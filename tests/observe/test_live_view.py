@@ -24,7 +24,7 @@ def step(view, number, *, seconds=4.0):
 
 @pytest.mark.slow
 def test_the_view_is_drawn_while_its_state_changes():
-    """The terminal's thread draws it; a change during drawing would end that thread."""
+    """A change while the terminal's thread draws must not end that thread."""
     view, failures = LiveView("demo", 50, 10), []
 
     def draw():

@@ -1,4 +1,4 @@
-"""Chosen steps under the profiler, and the timeline of all actors."""
+"""Profiled steps, and the timeline of all actors."""
 
 import asyncio
 import gzip
@@ -48,33 +48,26 @@ def test_the_loop_traces_the_chosen_steps_before_their_updates():
 
 def test_the_timeline_of_chosen_steps_has_all_actors_on_one_clock(tmp_path):
     settings = Config(
-        model={"path": "x"},
-        data={"train": [{"path": "x"}]},
-        tracking={"console": False, "tensorboard": False},
-        profile={"steps": [2, 3]},
-    )
+        model={"path": "x"}, data={"train": [{"path": "x"}]},
+        tracking={"console": False, "tensorboard": False}, profile={"steps": [2, 3]},
+    )  # fmt: skip
     with Tracker(settings, tmp_path) as tracker:
         for step in (1, 2, 3, 4):
-            at = 1000.0 + 10 * step
-            engine = Usage(spans=(Span("sample", at, at + 5),))
-            rank = Usage(spans=(Span("update", at + 5, at + 9),))
-            tracker.spans(step, [Span("sample", at, at + 5)], {"rollout-0": engine, "policy-0": rank})
+            begin = 1000.0 + 10 * step
+            engine = Usage(spans=(Span("sample", begin, begin + 5),))
+            rank = Usage(spans=(Span("update", begin + 5, begin + 9),))
+            tracker.spans(step, [Span("sample", begin, begin + 5)], {"rollout-0": engine, "policy-0": rank})
     events = json.loads((tmp_path / "profile" / "timeline.json").read_text())["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(tracks.values()) == ["driver", "policy-0", "rollout-0"]
     slices = [(tracks[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert sorted(slices) == [
-        ("driver", "sample", 0.0, 5e6),
-        ("driver", "sample", 10e6, 5e6),
-        ("policy-0", "update", 5e6, 4e6),
-        ("policy-0", "update", 15e6, 4e6),
-        ("rollout-0", "sample", 0.0, 5e6),
-        ("rollout-0", "sample", 10e6, 5e6),
-    ]
-    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [
-        ("end of step 2", 9e6),
-        ("end of step 3", 19e6),
-    ]
+        ("driver", "sample", 0.0, 5e6), ("driver", "sample", 10e6, 5e6),
+        ("policy-0", "update", 5e6, 4e6), ("policy-0", "update", 15e6, 4e6),
+        ("rollout-0", "sample", 0.0, 5e6), ("rollout-0", "sample", 10e6, 5e6),
+    ]  # fmt: skip
+    ends = [(e["name"], e["ts"]) for e in events if e["ph"] == "i"]
+    assert ends == [("end of step 2", 9e6), ("end of step 3", 19e6)]
 
 
 def test_steps_after_the_end_are_refused():

@@ -1,4 +1,4 @@
-"""External trackers: what they get, and that none of them can stop a run, slow it or delay its end."""
+"""External trackers: what they get, and that none can stop a run, slow it or delay its end."""
 
 import json
 import logging
@@ -33,8 +33,8 @@ OFF = {"console": False, "tensorboard": False}
 
 
 @dataclass
-class Kept:
-    """A sink that records; steps in ``fails_on`` raise; it waits for ``gate``."""
+class RecordingSink:
+    """A sink that records. ``fails_on``: steps that raise. ``gate``: what it waits for."""
 
     fails_on: tuple[int, ...] = ()
     gate: threading.Event | None = None
@@ -57,27 +57,27 @@ class Kept:
         self.failed = failed
 
 
-def beside(sink):
+def async_sink(sink):
     warnings: list[str] = []
     return AsyncSink("kept", lambda tell: sink, warnings.append), warnings
 
 
 def test_a_tracker_gets_everything_in_order_and_how_the_run_ended():
-    kept = Kept()
-    sink, warnings = beside(kept)
+    recording = RecordingSink()
+    sink, warnings = async_sink(recording)
     for step in range(200):
         sink.log(step, {"reward/mean": 1.0})
     close_all([sink], failed=True)
-    assert kept.steps == list(range(200)) and kept.failed is True and warnings == []
+    assert recording.steps == list(range(200)) and recording.failed is True and warnings == []
 
 
 def test_a_failing_tracker_is_reported_once_and_gets_later_metrics():
-    kept = Kept(fails_on=(1, 2, 5))
-    sink, warnings = beside(kept)
+    recording = RecordingSink(fails_on=(1, 2, 5))
+    sink, warnings = async_sink(recording)
     for step in range(8):
         sink.log(step, {})
     close_all([sink], failed=False)
-    assert kept.steps == [0, 3, 4, 6, 7] and kept.failed is False
+    assert recording.steps == [0, 3, 4, 6, 7] and recording.failed is False
     assert [re.sub(r" \(/.*/test_sinks\.py:\d+ in log\)", "", warning) for warning in warnings] == [
         "kept: failed; records that it refuses are dropped: ConnectionError: step 1: no route to host",
         "kept: 3 of 8 records are missing; the run directory has all of them",
@@ -93,7 +93,7 @@ def test_a_tracker_that_does_not_start_is_left_out():
     for step in range(3000):
         sink.log(step, {})
     close_all([sink], failed=False)
-    [failure] = [w for w in warnings if "records" not in w]  # its queue may be full before it tries
+    [failure] = [w for w in warnings if "records" not in w]  # its queue may be full before it starts
     assert failure.startswith(
         "broken: cannot be started; the run continues without it: RuntimeError: no such server (/"
     )
@@ -102,7 +102,7 @@ def test_a_tracker_that_does_not_start_is_left_out():
     warnings.clear()
     sink = AsyncSink("broken", broken, warnings.append)
     sink._thread.join(HANG_S)
-    for step in range(20):  # nobody takes them, but nothing is slow either
+    for step in range(20):  # not delivered, but not slow either
         sink.table(step, Table("samples", ()))
     close_all([sink], failed=False)
     assert len(warnings) == 2 and not any("too slow" in warning for warning in warnings)
@@ -111,20 +111,20 @@ def test_a_tracker_that_does_not_start_is_left_out():
 def test_a_hanging_tracker_delays_neither_the_loop_nor_the_end(monkeypatch):
     for close_s in longer(0.3):
         monkeypatch.setattr(trackers, "_CLOSE_S", close_s)
-        kept, other = Kept(gate=threading.Event()), Kept()
-        sink, warnings = beside(kept)
-        second, _ = beside(other)
-        for step in range(5000):  # waiting for the sink would take for ever
+        hanging, healthy = RecordingSink(gate=threading.Event()), RecordingSink()
+        sink, warnings = async_sink(hanging)
+        second, _ = async_sink(healthy)
+        for step in range(5000):  # waiting for the sink would take forever
             sink.log(step, {})
         second.log(1, {})
         assert warnings == ["kept: too slow or hanging; records that do not fit its queue are dropped"]
         close_all([sink, second], failed=False)
-        closed = other.failed is False
+        closed = healthy.failed is False
         assert warnings[1] == f"kept: did not finish within {close_s:g} s and was abandoned"
-        kept.gate.set()
+        hanging.gate.set()
         if closed:
             break
-    assert closed and other.steps == [1]
+    assert closed and healthy.steps == [1]
 
 
 def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, capsys):
@@ -133,18 +133,18 @@ def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, cap
 
     for name in ("TensorBoard", "WandbRun"):
         monkeypatch.setattr(f"grpo_dist.observe.tracker.{name}", broken)
-    on = {"console": True, "tensorboard": True, "wandb": "w"}
-    with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
+    tracking = {"console": True, "tensorboard": True, "wandb": "w"}
+    with Tracker(fakes.config(tracking=tracking), tmp_path) as tracker:
         monkeypatch.setattr(tracker._console, "log", broken)
         for step in (1, 2, 3):
             tracker.log(step, {"reward/mean": float(step)})
         tracker.samples("eval_x_step_000003", [group(0, np.random.default_rng(0))])
     record = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["reward/mean"] for line in record] == [1.0, 2.0, 3.0]
-    told = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
+    messages = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
     for name in ("TensorBoard", "wandb"):
-        assert sum(m.startswith(f"{name}: cannot be started") for m in told) == 1
-    assert sum("terminal output failed and is off from now on" in m for m in told) == 1
+        assert sum(m.startswith(f"{name}: cannot be started") for m in messages) == 1
+    assert sum("terminal output failed and is off from now on" in m for m in messages) == 1
     assert (tmp_path / "samples/eval_x_step_000003.parquet").exists()
 
 
@@ -155,13 +155,13 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_longer(tmp_path, monkeyp
     scores = {"eval/x/pass@1": 0.5, "eval/x/pass@1_stderr": 0.1}
     with os.fdopen(writes, "w") as unread:
         monkeypatch.setattr("sys.stdout", unread)
-        on = {"console": True, "tensorboard": False}
-        with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
+        tracking = {"console": True, "tensorboard": False}
+        with Tracker(fakes.config(tracking=tracking), tmp_path) as tracker:
             for step in (1, 2, 3):
                 tracker.log(step, metrics)
                 print_line("a line of its own")
         print_before_after({}, scores, str(tmp_path))
-        assert drop_unread_output()  # else closing the file fails
+        assert drop_unread_output()  # otherwise closing the file fails
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     (event,) = (json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines())
@@ -192,11 +192,11 @@ def test_a_table_has_whole_groups_with_all_values_of_each_sample():
 def test_trackers_get_every_key_and_no_secret():
     judge = {"function": "judge", "kwargs": {"api_key": "sk-1", "base_url": "http://me:pw@host/v1"}}
     config = fakes.config(rewards={"functions": [{"function": "math"}, judge]})
-    told = ShownConfig.from_config(config).flat()
-    assert told["policy.optimizer.lr"] == 1e-6 and told["rewards.functions.0.function"] == "math"
-    assert told["rewards.functions.1.kwargs.api_key"] == "***" and "sk-1" not in str(told)
-    assert told["rewards.functions.1.kwargs.base_url"] == "http://***@host/v1"
-    assert told["data.eval"] == "[]" and told["model.revision"] == "None"
+    flat = ShownConfig.from_config(config).flat()
+    assert flat["policy.optimizer.lr"] == 1e-6 and flat["rewards.functions.0.function"] == "math"
+    assert flat["rewards.functions.1.kwargs.api_key"] == "***" and "sk-1" not in str(flat)
+    assert flat["rewards.functions.1.kwargs.base_url"] == "http://***@host/v1"
+    assert flat["data.eval"] == "[]" and flat["model.revision"] == "None"
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_start(monkeypatch):
@@ -211,11 +211,11 @@ def test_wandb_without_a_key_is_offline_and_warns_if_online_was_requested(monkey
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    told: list[str] = []
-    assert online_mode(tmp_path, told.append) == "offline" and told == []
+    notes: list[str] = []
+    assert online_mode(tmp_path, notes.append) == "offline" and notes == []
     monkeypatch.setenv("WANDB_MODE", "online")
-    assert online_mode(tmp_path, told.append) == "offline"
-    assert told == [f"no key is set; the run is stored in {tmp_path / 'wandb'}; upload it with `wandb sync`"]
+    assert online_mode(tmp_path, notes.append) == "offline"
+    assert notes == [f"no key is set; the run is stored in {tmp_path / 'wandb'}; upload it with `wandb sync`"]
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,13 @@ def test_tensorboard_has_every_scalar_the_configuration_and_hyperparameters(tmp_
             tracker.log(step, {"reward/mean": step / 2, "loss/total": float("nan")})
     with Tracker(config, tmp_path, start=2) as tracker:  # step 3 is repeated
         tracker.log(3, {"reward/mean": 9.0})
-    seen = EventAccumulator(str(tmp_path / "tensorboard"))
-    seen.Reload()
-    assert [(e.step, e.value) for e in seen.Scalars("reward/mean")] == [(1, 0.5), (2, 1.0), (3, 9.0)]
-    assert np.isnan([e.value for e in seen.Scalars("loss/total")]).all()
-    text = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert [(e.step, e.value) for e in accumulator.Scalars("reward/mean")] == [(1, 0.5), (2, 1.0), (3, 9.0)]
+    assert np.isnan([e.value for e in accumulator.Scalars("loss/total")]).all()
+    text = accumulator.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "samples_per_prompt: 2" in text
-    assert "_hparams_/experiment" in seen.summary_metadata
+    assert "_hparams_/experiment" in accumulator.summary_metadata
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
         tracker.samples("step_000001", [sampled], values)
         tracker.log(1, {"reward/mean": 0.5, "loss/total": float("nan")})
         tracker.log(1, {"eval/held/pass@1": 0.75})
-        tracker.samples("step_000002", [sampled])  # a step without values: only in the run's directory
+        tracker.samples("step_000002", [sampled])  # a step without values is only in the run directory
         tracker.log(2, {"reward/mean": 0.6})
     run = services.offline_run(tmp_path / "wandb")
     first, second = services.history(run)
@@ -291,13 +291,9 @@ with Tracker(config, Path(sys.argv[1])) as tracker:
 @pytest.mark.slow
 def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", _HANGS, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)},
-        timeout=HANG_S,
-    )
+        [sys.executable, "-c", _HANGS, str(tmp_path)], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}, timeout=HANG_S,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     logged, _, later = done.stderr.partition("logged\n")
     assert "Failed to authenticate" not in logged  # the run did not wait for it
@@ -307,7 +303,7 @@ def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
 
 
 class FakeRun(list):
-    """A run at SwanLab or Trackio, as both packages have it (swanlab 0.10.3, trackio 0.43.0)."""
+    """A run of SwanLab or Trackio, with the interface of both (swanlab 0.10.3, trackio 0.43.0)."""
 
     def log(self, metrics, step):
         self.append((step, metrics))

@@ -24,16 +24,11 @@ def test_the_timeline_has_the_loop_and_every_worker(tmp_path):
     with Tracker(quiet(), tmp_path) as tracker:
         usage = Usage(spans=(Span("sample", 10.00004, 12.5), Span("sample", 13.0, 14.0)))
         tracker.spans(1, [Span("sample", 10.0, 12.6)], {"rollout-0": usage, "policy-0": Usage()})
-    assert lines(tmp_path / TIMELINE) == [
-        {
-            "step": 1,
-            "spans": [
-                ["driver", "sample", 10.0, 12.6],
-                ["rollout-0", "sample", 10.0, 12.5],
-                ["rollout-0", "sample", 13.0, 14.0],
-            ],
-        }
-    ]
+    spans = [
+        ["driver", "sample", 10.0, 12.6],
+        ["rollout-0", "sample", 10.0, 12.5], ["rollout-0", "sample", 13.0, 14.0],
+    ]  # fmt: skip
+    assert lines(tmp_path / TIMELINE) == [{"step": 1, "spans": spans}]
 
 
 def test_repeated_steps_are_in_the_timeline_once(tmp_path):
@@ -56,8 +51,8 @@ def test_samples_of_repeated_steps_are_removed_and_other_files_stay(tmp_path):
         tracker.quarantine(35, groups)
     (tmp_path / "samples/mine.parquet").write_text("of the user")
     with Tracker(quiet(), tmp_path, start=20) as tracker:
-        kept = {path.stem for path in (tmp_path / "samples").iterdir()}
-        assert kept == {*names[:4], "mine"}
+        remaining = {path.stem for path in (tmp_path / "samples").iterdir()}
+        assert remaining == {*names[:4], "mine"}
         assert (tmp_path / "quarantine/step_000035.parquet").is_file()
         tracker.samples("step_000021", groups)
         tracker.back_to(10)

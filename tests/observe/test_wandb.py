@@ -11,14 +11,19 @@ from grpo_dist.observe.trackers import ShownConfig, WandbRun
 from tests.support import fakes
 from tests.support.services import history, offline_run
 
+TRACKING = {"console": False, "tensorboard": False, "wandb": "w"}
 
-@pytest.mark.slow
-def test_a_resumed_or_rolled_back_run_stays_the_same_wandb_run(tmp_path, monkeypatch):
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb = "w"
-    config = fakes.config(tracking={"console": False, "tensorboard": False, "wandb": wandb})
+
+
+@pytest.mark.slow
+def test_a_resumed_or_rolled_back_run_stays_the_same_wandb_run(tmp_path):
+    config = fakes.config(tracking=TRACKING)
     with Tracker(config, tmp_path) as first:
         first.log(1, {"reward/mean": 0.5})
     with Tracker(config, tmp_path, start=1, wandb_id=first.wandb_id) as second:
@@ -31,13 +36,9 @@ def test_a_resumed_or_rolled_back_run_stays_the_same_wandb_run(tmp_path, monkeyp
 
 
 def test_no_secret_of_the_command_line_reaches_wandb(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
     command = ["grpo-dist", "train", "a.yaml", "steps=7", "judge.api_key=SESAME-OPEN"]
     monkeypatch.setattr(sys, "argv", command)
-    wandb = "w"
-    config = fakes.config(tracking={"console": False, "tensorboard": False, "wandb": wandb})
+    config = fakes.config(tracking=TRACKING)
     with Tracker(config, tmp_path) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
     assert sys.argv == command
@@ -47,15 +48,9 @@ def test_no_secret_of_the_command_line_reaches_wandb(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_ends_during_a_later_step_has_the_step_of_its_weights_at_wandb(
-    tmp_path, monkeypatch
-):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    tracking = {"console": False, "tensorboard": False, "wandb": "w"}
+def test_an_evaluation_that_ends_during_a_later_step_has_the_step_of_its_weights_at_wandb(tmp_path):
     config = fakes.config(
-        tracking=tracking,
+        tracking=TRACKING,
         data={"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "split": "test"}]},
         evaluation={"num_workers": 1, "every": 1, "after": False},
     )
@@ -69,8 +64,8 @@ def test_an_evaluation_that_ends_during_a_later_step_has_the_step_of_its_weights
 
 
 class ResumedRun:
-    """A run at wandb that has steps up to 20. Like its server, it drops what comes for an earlier step than
-    the current one, and closes the steps before that.
+    """A wandb run with steps up to 20. Like the wandb server, it drops records of steps before the current
+    one.
     """
 
     def __init__(self):
@@ -88,11 +83,10 @@ class ResumedRun:
 
 @pytest.fixture
 def resumed(tmp_path, monkeypatch):
-    """A tracker that resumes a run at wandb, and that run."""
+    """Return a tracker that resumes a wandb run, and that run."""
     run = ResumedRun()
     monkeypatch.setattr(wandb, "init", lambda **_: run)
     monkeypatch.setattr(wandb, "Table", lambda columns, data: data)
-    monkeypatch.setenv("WANDB_MODE", "offline")
     return WandbRun("w", ShownConfig.from_config(fakes.config()), tmp_path, "id", warn=print), run
 
 
@@ -113,7 +107,7 @@ def test_a_validation_of_the_step_that_a_run_resumes_at_arrives(resumed):
 
 
 def test_repeated_steps_do_not_replace_the_first_new_one(resumed):
-    """The run resumes at 18, and its evaluation of that step is repeated while 19 is trained."""
+    """The run resumes at 18, and repeats its evaluation of that step while 19 is trained."""
     tracker, run = resumed
     for step in range(19, 24):
         tracker.log(step, {"reward/mean": step / 100})

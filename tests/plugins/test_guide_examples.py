@@ -1,4 +1,4 @@
-"""Each example of `guides/write_your_own.md` does what the guide says."""
+"""Each example of `guides/write_your_own.md` works as documented."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.loop.metrics import own_metric
 from grpo_dist.observe.tracker import Tracker
-from grpo_dist.plugins import algorithm as pieces
+from grpo_dist.plugins import algorithm
 from grpo_dist.plugins.inputs import (
     AdvantageInputs,
     AggregationInputs,
@@ -56,22 +56,17 @@ def code(tmp_path_factory) -> str:
     return str(directory)
 
 
-def run_of_the_guide(code: str, **changes) -> Config:
-    base = fakes.config().model_dump(mode="json")
-    data = base["data"] | SHOWN["data"]
-    shown = SHOWN | {"data": data, "code_paths": [code]}
-    return Config.model_validate(base | shown | changes)
-
-
 def test_every_kind_has_an_example_in_the_guide():
-    assert len(EXAMPLES) == len(KINDS) - 2 == 9  # rewards and environments have guides of their own
+    assert len(EXAMPLES) == len(KINDS) - 2 == 9  # rewards and environments have separate guides
     text = GUIDE.read_text()
     for kind in KINDS:
         assert f"`{kind.group}`" in text
 
 
 def test_the_configuration_of_the_guide_names_all_pieces_and_passes_the_trials(code):
-    config = run_of_the_guide(code)
+    base = fakes.config().model_dump(mode="json")
+    sections = SHOWN | {"data": base["data"] | SHOWN["data"], "code_paths": [code]}
+    config = Config.model_validate(base | sections)
     assert len(config.user_components) == 9
     assert list(user_code_problems(config.user_components, config.code_paths, Letters())) == []
 
@@ -80,37 +75,35 @@ def test_the_estimator(code):
     rewards = torch.tensor([1.0, 0.0, 0.0, 5.0, torch.nan], dtype=torch.float64)
     ids = torch.tensor([0, 0, 0, 1, 1])
     inputs = AdvantageInputs(rewards, ids, torch.ones(5), torch.zeros(5, dtype=torch.bool), {}, {})
-    own = pieces.UserCode([code], {"advantage": {"scale": 2.0}})
-    assert pieces.user_advantages("my_pieces:median", own, inputs).tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
+    user_code = algorithm.UserCode([code], {"advantage": {"scale": 2.0}})
+    advantages = algorithm.user_advantages("my_pieces:median", user_code, inputs)
+    assert advantages.tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_loss(code):
     logprobs = torch.tensor([[0.5, 0.0]], requires_grad=True)
     zero, mask = torch.zeros(1, 2), torch.tensor([[True, False]])
     inputs = PolicyLossInputs(logprobs, zero, zero, torch.tensor([[2.0, 9.0]]), mask)
-    losses, _ = pieces.user_policy_loss("my_pieces:squared", pieces.UserCode([code]), inputs)
+    losses, _ = algorithm.user_policy_loss("my_pieces:squared", algorithm.UserCode([code]), inputs)
     assert losses.tolist() == [[pytest.approx(-2 * np.exp(0.5) + 0.1 * 0.25), 0.0]]
 
 
 def test_the_kl_and_the_aggregation(code):
-    kl = pieces.kl_estimate(
-        "my_pieces:absolute", pieces.UserCode([code]), torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 1.0]])
-    )
+    user_code, logprobs = algorithm.UserCode([code]), torch.tensor([[1.0, 3.0]])
+    kl = algorithm.kl_estimate("my_pieces:absolute", user_code, logprobs, torch.tensor([[2.0, 1.0]]))
     assert kl.tolist() == [[1.0, 2.0]]
     mask = torch.tensor([[True] * 4, [True, False, False, False]])
     inputs = AggregationInputs(
         torch.full((2, 4), 3.0), mask, 5.0, 2.0, 8, torch.tensor([4, 1]), 1.0, torch.tensor([5, 5])
     )
-    assert (
-        pieces.user_aggregation("my_pieces:by_root_length", pieces.UserCode([code]), inputs).item()
-        == (12 / 2 + 3) / 2
-    )
+    loss = algorithm.user_aggregation("my_pieces:by_root_length", user_code, inputs)
+    assert loss.item() == (12 / 2 + 3) / 2
 
 
 def test_the_metric(code):
     groups = [group_of([1.0, 0.0], [1, 2]), group_of([0.5, 0.5], [1, 2])]
-    found = own_metric("my_pieces:spread", (code,), {}, MetricInputs(3, groups, {}), "spread")
-    assert found == {"own/spread": 0.5}
+    metrics = own_metric("my_pieces:spread", (code,), {}, MetricInputs(3, groups, {}), "spread")
+    assert metrics == {"own/spread": 0.5}
 
 
 def test_the_sink(code, tmp_path):
@@ -124,8 +117,8 @@ def test_the_sink(code, tmp_path):
 
 def test_the_data_source(code):
     source = DataSourceConfig(path="my_pieces:sums", kwargs={"count": 3}, max_rows=2)
-    own = environment_problems(DataConfig(train=(source,)), EnvironmentsConfig(code_paths=(code,)))
-    rows = [(row.problem, row.answer, row.source, row.location) for row in read(source, own)]
+    problems = environment_problems(DataConfig(train=(source,)), EnvironmentsConfig(code_paths=(code,)))
+    rows = [(row.problem, row.answer, row.source, row.location) for row in read(source, problems)]
     assert rows == [
         ("1+3=", "4", "sums", "my_pieces:sums/train:1"), ("2+4=", "6", "sums", "my_pieces:sums/train:2"),
     ]  # fmt: skip
@@ -140,22 +133,23 @@ def test_the_order(code):
 
 
 def test_the_rollout_function(code):
-    asked = []
+    requests = []
 
     async def generate(ids, seed, sampling, most, *, stop):
-        asked.append((ids, seed, most))
+        requests.append((ids, seed, most))
         count = min(most, 2)
         return Generation([97] * count, np.full(count, -0.5, np.float32), np.full(count, 7, np.int32), "stop")
 
-    own = UserRollout("my_pieces:think_twice", load(ROLLOUT, "my_pieces:think_twice", [code]), {"hint": "3"})
+    name = "my_pieces:think_twice"
+    function = UserRollout(name, load(ROLLOUT, name, [code]), {"hint": "3"})
     (prompt,) = fakes.prompts(1)
-    found = asyncio.run(own.sample(prompt, 2, 11, Sampling(max_new_tokens=6), generate, Letters()))
-    assert found.text == "aa3aa" and found.sample == 2
-    assert found.sampled.tolist() == [True, True, False, True, True]
-    np.testing.assert_array_equal(found.logprobs, np.float32([-0.5, -0.5, 0, -0.5, -0.5]))
-    assert found.policy_versions.tolist() == [7, 7, -1, 7, 7]
-    assert [(ids, most) for ids, _, most in asked] == [([1, 2, 3], 3), ([1, 2, 3, 97, 97, 51], 3)]
-    assert asked[0][1] == 11 and asked[1][1] != 11  # a seed for each call
+    rollout = asyncio.run(function.sample(prompt, 2, 11, Sampling(max_new_tokens=6), generate, Letters()))
+    assert rollout.text == "aa3aa" and rollout.sample == 2
+    assert rollout.sampled.tolist() == [True, True, False, True, True]
+    np.testing.assert_array_equal(rollout.logprobs, np.float32([-0.5, -0.5, 0, -0.5, -0.5]))
+    assert rollout.policy_versions.tolist() == [7, 7, -1, 7, 7]
+    assert [(ids, most) for ids, _, most in requests] == [([1, 2, 3], 3), ([1, 2, 3, 97, 97, 51], 3)]
+    assert requests[0][1] == 11 and requests[1][1] != 11  # each call has its own seed
 
 
 def test_guide_and_table_of_kinds_name_the_same_keys():

@@ -1,4 +1,4 @@
-"""Own estimators, losses, KL and aggregations: their numbers; nothing masked or unscored reaches them."""
+"""User estimators, losses, KL and aggregations: numbers by hand, without masked or unscored values."""
 
 import math
 from dataclasses import dataclass
@@ -7,11 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.batch.credit_assignment import (
-    _user_inputs,
-    sample_advantages,
-    token_advantages,
-)
+from grpo_dist.batch.credit_assignment import _user_inputs, sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.batch.signal import trains_all_rows
 from grpo_dist.plugins.user_code import call, check_signature
@@ -66,12 +62,12 @@ def code(tmp_path_factory):
     return str(directory)
 
 
-def own(name: str) -> str:
+def user(name: str) -> str:
     return f"algorithm_pieces_of_a_user:{name}"
 
 
 def row(**changes):
-    """Prompt of one token, completion of three, the last of them masked and without any number."""
+    """Return a prompt of one token with a completion of three, the last masked and NaN."""
     nan = math.nan
     fields = {
         "mask": torch.tensor([[False, True, True, False]]),
@@ -85,7 +81,7 @@ def row(**changes):
     return train_batch(**(fields | changes))
 
 
-def loss_of(batch, settings, logprobs):
+def loss_and_gradient(batch, settings, logprobs):
     logprobs = logprobs.clone().requires_grad_()
     loss, stats = batch_loss(logprobs, batch, settings)
     loss.backward()
@@ -96,8 +92,8 @@ LOGPROBS = torch.tensor([[0.0, -1, -2, -4]])
 
 
 def test_an_own_loss_gives_the_numbers_worked_by_hand(code):
-    settings = objective(loss={"name": own("vanilla"), "kwargs": {"factor": 0.5}}, code_paths=[code])
-    loss, gradient, metrics = loss_of(row(), settings, LOGPROBS)
+    settings = objective(loss={"name": user("vanilla"), "kwargs": {"factor": 0.5}}, code_paths=[code])
+    loss, gradient, metrics = loss_and_gradient(row(), settings, LOGPROBS)
     # Ratios 1 and e; -0.5 (1 * 2 + e * -3) / 2 tokens.
     assert loss == pytest.approx((-2 + 3 * math.e) / 4)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.5, 0.75 * math.e, 0.0]]))
@@ -105,16 +101,16 @@ def test_an_own_loss_gives_the_numbers_worked_by_hand(code):
 
 
 def test_an_own_loss_may_use_the_engines_log_probs(code):
-    loss, _, _ = loss_of(row(), objective(loss=own("to_engine"), code_paths=[code]), LOGPROBS)
+    loss, _, _ = loss_and_gradient(row(), objective(loss=user("to_engine"), code_paths=[code]), LOGPROBS)
     assert loss == pytest.approx((-2 + 3) / 2)  # both ratios 1
 
 
 def test_an_own_kl_and_aggregation_give_the_numbers_worked_by_hand(code):
     settings = objective(
-        loss=own("vanilla"), kl={"coef": 0.1, "estimator": own("absolute")}, aggregation=own("total"),
+        loss=user("vanilla"), kl={"coef": 0.1, "estimator": user("absolute")}, aggregation=user("total"),
         code_paths=[code],
     )  # fmt: skip
-    loss, gradient, metrics = loss_of(row(), settings, LOGPROBS)
+    loss, gradient, metrics = loss_and_gradient(row(), settings, LOGPROBS)
     assert loss == pytest.approx((-2 + 3 * math.e) / 4 + 0.1 * (0.5 + 1.0) / 4)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, (-2 + 0.1) / 4, (3 * math.e - 0.1) / 4, 0.0]]))
     assert metrics["ref/kl"] == pytest.approx(0.75)
@@ -129,15 +125,15 @@ def test_own_pieces_add_up_over_any_split_of_the_rows(code):
     )  # fmt: skip
     logprobs = -torch.rand(shape)
     settings = objective(
-        loss=own("vanilla"), kl={"coef": 0.1, "estimator": own("absolute")}, aggregation=own("total"),
+        loss=user("vanilla"), kl={"coef": 0.1, "estimator": user("absolute")}, aggregation=user("total"),
         code_paths=[code],
     )  # fmt: skip
-    whole, gradient, _ = loss_of(batch, settings, logprobs)
+    total, gradient, _ = loss_and_gradient(batch, settings, logprobs)
     parts = [([0, 1], logprobs[:2]), ([2, 3, 4, 5], logprobs[2:])]
-    split = [loss_of(batch.select(rows), settings, own_logprobs) for rows, own_logprobs in parts]
-    assert sum(loss for loss, _, _ in split) == pytest.approx(whole, rel=1e-6)
+    split = [loss_and_gradient(batch.select(rows), settings, part_logprobs) for rows, part_logprobs in parts]
+    assert sum(loss for loss, _, _ in split) == pytest.approx(total, rel=1e-6)
     torch.testing.assert_close(torch.cat([g for _, g, _ in split]), gradient)
-    stats = [batch_loss(own_logprobs, batch.select(rows), settings)[1] for rows, own_logprobs in parts]
+    stats = [batch_loss(part_logprobs, batch.select(rows), settings)[1] for rows, part_logprobs in parts]
     assert add_stats(*stats)["tokens"] == mask.sum()
 
 
@@ -150,20 +146,20 @@ def test_own_pieces_add_up_over_any_split_of_the_rows(code):
     ],
 )
 def test_a_result_of_another_shape_is_refused(code, settings, message):
-    named = {key: own(name) for key, name in settings.items()}
+    named = {key: user(name) for key, name in settings.items()}
     with pytest.raises((ValueError, TypeError), match=message):
-        loss_of(row(), objective(code_paths=[code], **named), LOGPROBS)
+        loss_and_gradient(row(), objective(code_paths=[code], **named), LOGPROBS)
 
 
 def test_an_own_estimator_gets_rewards_lengths_and_parts(code):
     groups = [group_of([1.0, 0.0, np.nan], [1, 2, 3]), group_of([0.0, 3.0, 3.0], [4, 5, 6])]
-    settings = credit(own("centred"), kwargs={"scale": 2.0}, code_paths=[code])
+    settings = credit(user("centred"), kwargs={"scale": 2.0}, code_paths=[code])
     first, second = sample_advantages(groups, settings)
     np.testing.assert_allclose(first, [1.0, -1.0, 0.0])  # the unscored one has 0
     np.testing.assert_allclose(second, [-4.0, 2.0, 2.0])
     group = group_of([1.0, 0.5], [2, 4], parts={"form": np.array([3.0, 2.0])}, reasons=["stop", "length"])
-    (found,) = sample_advantages([group], credit(own("per_token"), code_paths=[code]))
-    np.testing.assert_allclose(found, [1.5, 0.0])
+    (advantages,) = sample_advantages([group], credit(user("per_token"), code_paths=[code]))
+    np.testing.assert_allclose(advantages, [1.5, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +168,7 @@ def test_an_own_estimator_gets_rewards_lengths_and_parts(code):
 def test_an_own_estimator_must_give_a_finite_number_to_each_scored_sample(code, name, message):
     groups = [group_of([1.0, 2.0], [1, 1])]
     with pytest.raises(ValueError, match=message):
-        sample_advantages(groups, credit(own(name), code_paths=[code]))
+        sample_advantages(groups, credit(user(name), code_paths=[code]))
 
 
 def test_an_own_kl_works_in_the_rewards_too(code):
@@ -180,14 +176,14 @@ def test_an_own_kl_works_in_the_rewards_too(code):
     plain = credit("dr_grpo", kl_coef=0.5, kl={"estimator": "k1"})
     refs = [np.full(len(r.completion_ids), -3.0, np.float32) for g in groups for r in g.rollouts]
 
-    def found(settings):
+    def compute(settings):
         advantages = sample_advantages(groups, settings)
         batch = make_batch(groups, advantages, ref_logprobs=refs, max_new_tokens=10)
         return token_advantages(batch, groups, settings).policy.advantages
 
-    absolute = found(credit("dr_grpo", kl_coef=0.5, kl={"estimator": own("absolute")}, code_paths=[code]))
+    absolute = compute(credit("dr_grpo", kl_coef=0.5, kl={"estimator": user("absolute")}, code_paths=[code]))
     assert not torch.equal(absolute, torch.zeros_like(absolute))
-    torch.testing.assert_close(absolute, found(plain))  # all differences are positive here
+    torch.testing.assert_close(absolute, compute(plain))  # all differences are positive here
 
 
 @dataclass(frozen=True)

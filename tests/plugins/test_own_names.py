@@ -1,4 +1,4 @@
-"""One resolver for every name: built-in, `module:name` from `code_paths`, or an entry point of a package."""
+"""Names resolve to built-ins, `module:name` from `code_paths`, or entry points of packages."""
 
 import importlib
 import os
@@ -13,13 +13,7 @@ from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.checks import learns_from_equal_rewards
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.errors import UserError
-from grpo_dist.plugins.user_code import (
-    ADVANTAGE,
-    LOSS,
-    find_package,
-    load,
-    resolve_target,
-)
+from grpo_dist.plugins.user_code import ADVANTAGE, LOSS, find_package, load, resolve_target
 from grpo_dist.rewards.checks import reward_problems
 from grpo_dist.tools.submit.checks import check_rewards_known
 from tests.support.documents import ROOT
@@ -49,6 +43,13 @@ def install(tmp_path, monkeypatch):
     return installed
 
 
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
+    return file
+
+
 def module(directory: Path, name: str, text: str) -> str:
     directory.mkdir(exist_ok=True)
     (directory / f"{name}.py").write_text(text)
@@ -57,21 +58,17 @@ def module(directory: Path, name: str, text: str) -> str:
 
 def test_a_name_of_a_package_is_found_by_its_entry_point(install):
     install("short-answers", {"grpo_dist.losses": {"short": "short_answers:found"}})
-    assert (
-        resolve_target(LOSS, "short") == "short_answers:found"
-        and find_package(LOSS, "short") == "short-answers 1.2"
-    )
+    assert resolve_target(LOSS, "short") == "short_answers:found"
+    assert find_package(LOSS, "short") == "short-answers 1.2"
     assert load(LOSS, "short")() == "of the package"
     config = Config.model_validate(PLAIN | {"algorithm": {"loss": "short"}})
-    assert [piece.name for piece in config.user_components] == ["short"]
+    assert [component.name for component in config.user_components] == ["short"]
     with pytest.raises(ValueError, match=r"'short': expected a built-in advantage.*grpo_dist\.advantages"):
         resolve_target(ADVANTAGE, "short")  # registered for another kind
 
 
-def test_a_reward_of_a_package_can_be_submitted_and_an_unknown_one_is_named_with_its_key(install, tmp_path):
+def test_a_reward_of_a_package_can_be_submitted_and_an_unknown_one_is_named_with_its_key(install, path):
     install("short-answers", {"grpo_dist.rewards": {"short": "short_answers:found"}})
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
     check_rewards_known(load_config(path, ["rewards.functions=[{function: short}]"]))
     for key in ("rewards.functions", "rewards.by_source.add3.functions"):
         config = load_config(path, [f"{key}=[{{function: shorter}}]"])
@@ -82,11 +79,9 @@ def test_a_reward_of_a_package_can_be_submitted_and_an_unknown_one_is_named_with
         assert re.match(expected, problem)
 
 
-def test_an_estimator_of_a_package_is_treated_as_one_of_a_module(install, tmp_path):
-    """Nothing is known of either: it may need no group, and learn from equal rewards."""
+def test_an_estimator_of_a_package_is_treated_as_one_of_a_module(install, path):
+    """Both may need no group, and may learn from equal rewards."""
     install("medians", {"grpo_dist.advantages": {"median": "medians:found"}})
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
     for name in ("median", "medians:found"):
         config = load_config(path, [f"algorithm.advantage={name}", "batch.samples_per_prompt=1"])
         assert config.user_components[0].name == name and learns_from_equal_rewards(config)
@@ -144,9 +139,7 @@ def test_an_own_module_must_not_have_the_name_of_one_in_use(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["grop", "a b:c", "a:", ":b", "a:b c", "1a:b"])
-def test_the_configuration_refuses_what_no_piece_can_be_called(tmp_path, name):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
+def test_the_configuration_refuses_what_no_piece_can_be_called(path, name):
     with pytest.raises(ConfigError) as caught:
         load_config(path, [f"algorithm.advantage='{name}'"])
     assert f"`algorithm.advantage` = '{name}'" in str(caught.value)
@@ -163,9 +156,9 @@ def test_code_paths_are_one_list_for_the_whole_configuration():
             Config.model_validate(PLAIN | {name: {"code_paths": ["a"]}})
 
 
-def test_arguments_need_a_piece_of_ones_own():
-    own = {"loss": {"name": "mine:f", "kwargs": {"beta": 2}}}
-    config = Config.model_validate(PLAIN | {"algorithm": own})
+def test_arguments_need_a_user_component():
+    algorithm = {"loss": {"name": "mine:f", "kwargs": {"beta": 2}}}
+    config = Config.model_validate(PLAIN | {"algorithm": algorithm})
     component = config.user_components[0]
     assert component.kwargs == {"beta": 2} and component.key == "algorithm.loss"
     with pytest.raises(ValueError, match=r"loss\.ppo_clip\.kwargs"):
@@ -173,7 +166,7 @@ def test_arguments_need_a_piece_of_ones_own():
 
 
 def test_a_package_that_is_installed_while_the_process_runs_is_found(install):
-    """As in a notebook. What is registered is kept until a directory of packages changes."""
+    """As in a notebook. Entry points are cached until a package directory changes."""
     with pytest.raises(ValueError, match="an installed package registers"):
         resolve_target(ADVANTAGE, "late")
     install("late-pieces", {ADVANTAGE.group: {"late": "late_pieces:found"}})
@@ -182,7 +175,7 @@ def test_a_package_that_is_installed_while_the_process_runs_is_found(install):
 
 @pytest.mark.slow
 def test_a_package_that_pip_has_installed_registers_its_pieces(tmp_path):
-    """A wheel from its `pyproject.toml`, in a directory of its own and another interpreter."""
+    """A wheel from its `pyproject.toml`, in a separate directory and interpreter."""
     project, site = tmp_path / "project", tmp_path / "site"
     project.mkdir()
     (project / "real_pieces.py").write_text(

@@ -7,7 +7,7 @@ import pytest
 from grpo_dist.config.algorithm import AdaptiveEntropyConfig, EntropyConfig
 from grpo_dist.policy.preparation import EntropyBonus
 
-STEERED = AdaptiveEntropyConfig(coef=0.02, target=1.0, delta=0.01, high=0.05)
+ADAPTIVE = AdaptiveEntropyConfig(coef=0.02, target=1.0, delta=0.01, high=0.05)
 
 
 def observed(bonus, *entropies):
@@ -39,26 +39,26 @@ def test_the_coefficient_stays_within_its_bounds_and_a_nan_does_not_move_it(star
     assert bonus.state()["entropy_bonus"][0] == coef
 
 
-def test_a_loaded_bonus_continues_as_the_saved_one():
+def test_a_loaded_bonus_continues_like_the_saved_one():
     entropies = (0.5, 0.5, 2.0, math.nan, 0.5, 0.5)
-    whole, first = EntropyBonus(STEERED), EntropyBonus(STEERED)
+    whole, first = EntropyBonus(ADAPTIVE), EntropyBonus(ADAPTIVE)
     expected = observed(whole, *entropies)
     assert expected == pytest.approx([0, 0.03, 0.04, 0, 0, 0.04])
     assert observed(first, *entropies[:2]) == expected[:2]
-    again = EntropyBonus(STEERED)
+    again = EntropyBonus(ADAPTIVE)
     again.restore({"updates": 2} | first.state())
     assert observed(again, *entropies[2:]) == expected[2:]
 
 
 def test_a_checkpoint_without_a_bonus_restarts_it():
-    bonus = EntropyBonus(STEERED)
+    bonus = EntropyBonus(ADAPTIVE)
     bonus.restore({"updates": 7})
     assert observed(bonus, 0.5, 0.5) == pytest.approx([0, 0.03])
 
 
 def test_an_update_without_trained_tokens_moves_no_weight():
     """It has no entropy: 0 would be below every target."""
-    bonus, same = EntropyBonus(STEERED), EntropyBonus(STEERED)
+    bonus, same = EntropyBonus(ADAPTIVE), EntropyBonus(ADAPTIVE)
     assert observed(bonus, 0.5) == observed(same, 0.5)
     bonus.observe({"loss/total": 0.0})
     assert bonus.state() == same.state()

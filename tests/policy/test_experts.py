@@ -29,7 +29,7 @@ from tests.support.models import EXPERT_SHAPES, expert_model
 KINDS = sorted(EXPERT_SHAPES)
 
 
-def held(model):
+def specs(model):
     return {name: ParameterSpec.from_tensor(name, p) for name, p in model.named_parameters()}
 
 
@@ -44,7 +44,7 @@ def test_the_sync_sends_the_names_and_values_of_the_checkpoint(tmp_path, kind):
     model_dir = expert_model(tmp_path, kind)
     model, saved = load(model_dir), load_file(model_dir / "model.safetensors")
     assert any(".experts.gate_up_proj" in name for name, _ in model.named_parameters())
-    form = CheckpointFormat(model, held(model))
+    form = CheckpointFormat(model, specs(model))
     sent = {}
     for name, parameter in model.named_parameters():
         tensors = form.tensors(name, parameter.data)
@@ -59,12 +59,12 @@ def test_the_sync_sends_the_names_and_values_of_the_checkpoint(tmp_path, kind):
 def test_names_are_known_without_weights(tmp_path, kind):
     model_dir = expert_model(tmp_path, kind)
     empty, model = empty_model(model_dir, trust_remote_code=False), load(model_dir)
-    assert CheckpointFormat(empty, held(empty)).specs == CheckpointFormat(model, held(model)).specs
+    assert CheckpointFormat(empty, specs(empty)).specs == CheckpointFormat(model, specs(model)).specs
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_that_the_checkpoint_stores_under_other_names_are_refused(tmp_path, kind):
-    """As quantised checkpoints do, whose blocks transformers does not write back."""
+    """Quantised checkpoints do; transformers does not write their blocks back."""
     model_dir = expert_model(tmp_path, kind)
     model = empty_model(model_dir, trust_remote_code=False)
     check_expert_names(model, model_dir)
@@ -73,9 +73,8 @@ def test_experts_that_the_checkpoint_stores_under_other_names_are_refused(tmp_pa
     saved = load_file(model_dir / "model.safetensors")
     packed = {f"{k}_packed" if ".experts." in k else k: v for k, v in saved.items()}
     save_file(packed, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=rf"architecture {kind} is a mixture of experts .*\.experts\..*_packed\)"
-    ):
+    words = rf"architecture {kind} is a mixture of experts .*\.experts\..*_packed\)"
+    with pytest.raises(ValueError, match=words):
         check_expert_names(model, other)
     fused = {name: torch.zeros(1) for name, _ in model.named_parameters()}
     save_file(fused, other / "model.safetensors", metadata={"format": "pt"})
@@ -83,7 +82,7 @@ def test_experts_that_the_checkpoint_stores_under_other_names_are_refused(tmp_pa
 
 
 def joined_model():
-    """A model of two matrices that its checkpoint stores as one."""
+    """Return a model of two matrices that its checkpoint stores as one."""
     model = nn.Module()
     model.q, model.k = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     model.config = None
@@ -94,28 +93,25 @@ def joined_model():
 def test_a_checkpoint_that_fuses_parameters_is_refused():
     model = joined_model()
     with pytest.raises(ValueError, match=r"joins several parameters in one tensor \(qk\.weight\)"):
-        CheckpointFormat(model, held(model))
+        CheckpointFormat(model, specs(model))
 
 
-def test_conversions_that_loading_did_not_need_are_dropped():
+def test_conversions_that_loading_did_not_use_are_dropped():
     """Under ZeRO-3 transformers keeps all conversions; this one would fuse tensors that are already fused."""
     model = joined_model()
     keep_used_conversions(model)
-    assert set(CheckpointFormat(model, held(model)).specs) == {"q.weight", "k.weight"}
+    assert set(CheckpointFormat(model, specs(model)).specs) == {"q.weight", "k.weight"}
 
 
 def logprobs(model, batch, **how):
-    rows = (
-        packed(batch, batch.wanted, block_spans)
-        if how.get("packing")
-        else padded(batch.tokens, batch.policy.mask)
-    )
+    packing, mask = how.get("packing"), batch.policy.mask
+    rows = packed(batch, batch.wanted, block_spans) if packing else padded(batch.tokens, mask)
     return TokenLogprobs(model, temperature=1.0, chunk_mib=8)(rows)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_and_gradients_equal_float64_for_every_expert_kernel(tmp_path, kind):
-    """Padded and packed rows. A checkpoint that asks for router logits adds no loss to balance experts."""
+    """Padded and packed rows. A checkpoint with `output_router_logits` adds no balancing loss."""
     model_dir, batch = expert_model(tmp_path, kind), made_groups.batch()
 
     def both(model, **how):
@@ -123,17 +119,15 @@ def test_log_probs_and_gradients_equal_float64_for_every_expert_kernel(tmp_path,
         values.sum().backward()
         return values.detach().double(), torch.cat([p.grad.flatten() for p in model.parameters()]).double()
 
-    exact = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float64, experts_implementation="eager"
-    )
-    expected, gradient = both(exact)
+    how = {"dtype": torch.float64, "experts_implementation": "eager"}
+    expected, gradient = both(AutoModelForCausalLM.from_pretrained(model_dir, **how))
     for kernel, packing in (("eager", False), ("batched_mm", False), ("grouped_mm", True)):
         model = load(model_dir, packing=packing)
         model.set_experts_implementation(kernel)
         model.config.output_router_logits = True
-        values, own = both(model, packing=packing)
+        values, actual = both(model, packing=packing)
         assert (values - expected).abs().max() < 1e-5
-        assert (own - gradient).norm() / gradient.norm() < 1e-5
+        assert (actual - gradient).norm() / gradient.norm() < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,16 +161,16 @@ def test_adapters_on_experts_are_refused_by_name(tmp_path, kind, names):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ["gate_proj", "up_proj", "down_proj"]])
 def test_adapters_go_on_linear_layers_and_leave_experts_and_router_alone(tmp_path, kind, targets):
-    """A dense layer and a shared expert have layers of the names that experts had before they were fused."""
+    """A dense layer and a shared expert have layers with the names of experts before fusing."""
     mixed = {} if kind == "mixtral" else {"mlp_only_layers": [0]}
     if kind == "mixtral" and "gate_proj" in targets:
         targets = ["k_proj"]
     model = load(expert_model(tmp_path, kind, **mixed))
     linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
-    wanted = {n for n in linear if targets == "all-linear" or n.rpartition(".")[2] in targets}
+    expected = {n for n in linear if targets == "all-linear" or n.rpartition(".")[2] in targets}
     add_adapters(model, LoRAConfig(rank=4, target_modules=targets), seed=0)
     changed = adapters(adapter_parameters(model))
-    assert set(changed) == {f"{name}.weight" for name in wanted}
+    assert set(changed) == {f"{name}.weight" for name in expected}
     assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())
     assert model.peft_config["default"].r == 4
 
@@ -195,7 +189,7 @@ def test_peft_reads_the_exported_adapter(tmp_path, kind):
     assert not torch.allclose(before, model(ids).logits, atol=0.1)
 
 
-def test_a_token_costs_the_weights_of_its_own_experts(tmp_path):
+def test_a_token_costs_the_weights_of_its_experts(tmp_path):
     """Twice the experts with the same number per token leave the cost of a token unchanged."""
     few, many = (load(expert_model(tmp_path, "qwen3_moe", num_experts=n)) for n in (4, 8))
     assert attention_cost(many) == pytest.approx(attention_cost(few), rel=0.02)
@@ -218,7 +212,7 @@ def test_published_mixtures_have_their_published_sizes(hub_id, parameters, activ
 
 
 def test_a_mixture_with_dense_layers_is_counted_layer_by_layer():
-    """Of two layers one is dense: half of the experts, and on average half of what its MLP has."""
+    """One of two layers is dense: half of the experts, and on average half of the dense MLP."""
     shape = {"model_type": "qwen3_moe"} | EXPERT_SHAPES["qwen3_moe"]
     alike = from_config_json(shape, "m")
     mixed = from_config_json(shape | {"mlp_only_layers": [0]}, "m")

@@ -1,4 +1,4 @@
-"""The export of models whose generation config transformers refuses to save; what an export replaces."""
+"""Exports of models whose generation config transformers refuses to save; files that an export replaces."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from grpo_dist.policy.lora import add_adapters
 
 
 @pytest.mark.parametrize(
-    ("file", "own"),
+    ("file", "settings"),
     [
         ("generation_config.json", {"temperature": 0.6, "top_p": 0.95}),
         ("generation_config.json", {"pad_token_id": -1}),
@@ -23,26 +23,26 @@ from grpo_dist.policy.lora import add_adapters
     ],
 )
 def test_a_generation_config_that_transformers_refuses_to_save_is_exported_as_it_is(
-    tiny_model, tmp_path, file, own
+    tiny_model, tmp_path, file, settings
 ):
     start, out = tmp_path / "start", tmp_path / "out"
     shutil.copytree(tiny_model, start)
     before = json.loads((start / file).read_text()) if (start / file).is_file() else {}
-    (start / "generation_config.json").unlink()  # which would be read in place of config.json
-    (start / file).write_text(json.dumps(before | own))
+    (start / "generation_config.json").unlink()  # it would take precedence over config.json
+    (start / file).write_text(json.dumps(before | settings))
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     with pytest.raises(ValueError, match="invalid"):
         model.generation_config.save_pretrained(tmp_path / "refused")
-    held = model.generation_config
+    generation = model.generation_config
     write_model(model, model.state_dict(), {}, out, str(start), trust_remote_code=False)
-    assert model.generation_config is held
-    assert own.items() <= json.loads((out / "generation_config.json").read_text()).items()
-    assert GenerationConfig.from_pretrained(out).to_dict() == held.to_dict()
+    assert model.generation_config is generation
+    assert settings.items() <= json.loads((out / "generation_config.json").read_text()).items()
+    assert GenerationConfig.from_pretrained(out).to_dict() == generation.to_dict()
     assert load_file(out / "model.safetensors").keys() == load_file(start / "model.safetensors").keys()
 
 
-def test_an_export_names_the_end_at_which_samples_ended_in_training(tiny_model, tmp_path):
-    """As of a base model with a chat template: an engine that serves it would run on behind each answer."""
+def test_an_export_names_the_end_token_of_training_samples(tiny_model, tmp_path):
+    """Else an engine that serves a base model with a chat template would not stop after the answer."""
     start, out = tmp_path / "start", tmp_path / "out"
     shutil.copytree(tiny_model, start)
     end = AutoTokenizer.from_pretrained(start).convert_tokens_to_ids("<|end|>")
@@ -76,8 +76,8 @@ def test_an_export_is_recognised_as_one_also_with_an_adapter(tiny_model, tmp_pat
         assert settings["base_model_name_or_path"] == name
 
 
-class OwnTokenizer:
-    """Saves files of names that belong to it alone."""
+class CustomTokenizer:
+    """Saves files with unusual names."""
 
     def save_pretrained(self, directory):
         (directory / "pieces").mkdir()
@@ -87,8 +87,8 @@ class OwnTokenizer:
 
 @pytest.fixture
 def exported(tiny_model, tmp_path, monkeypatch):
-    """A function that exports a model with a tokenizer of its own kind, and the directory."""
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: OwnTokenizer())
+    """Return a function that exports a model with a `CustomTokenizer`, and the directory."""
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: CustomTokenizer())
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
 
     def export():
@@ -113,7 +113,7 @@ def test_an_export_with_a_file_that_was_added_is_not_replaced(exported, added):
     assert why_no_export(out) == f"no export wrote its {added}"
 
 
-def test_an_export_with_a_link_in_place_of_a_file_is_not_replaced(exported, tmp_path):
+def test_an_export_with_a_link_instead_of_a_file_is_not_replaced(exported, tmp_path):
     _, out = exported
     (out / "ranks.bin").rename(tmp_path / "moved.bin")
     (out / "ranks.bin").symlink_to(tmp_path / "moved.bin")
@@ -121,7 +121,7 @@ def test_an_export_with_a_link_in_place_of_a_file_is_not_replaced(exported, tmp_
 
 
 @pytest.mark.parametrize("listed", [None, "{", "[]", "3", '{"files": 3}', '{"files": [3]}'])
-def test_an_export_without_a_list_that_can_be_read_is_not_replaced(exported, listed):
+def test_an_export_without_a_readable_file_list_is_not_replaced(exported, listed):
     _, out = exported
     (out / ".export.json").unlink()
     if listed is not None:
@@ -130,7 +130,7 @@ def test_an_export_without_a_list_that_can_be_read_is_not_replaced(exported, lis
 
 
 @pytest.mark.parametrize("added", ["README.md", "model-q4.gguf"])
-def test_a_file_that_was_added_outlives_the_next_export(exported, added):
+def test_an_added_file_survives_the_next_export(exported, added):
     export, out = exported
     (out / added).write_text("kept")
     export()
@@ -139,8 +139,8 @@ def test_a_file_that_was_added_outlives_the_next_export(exported, added):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_link_in_place_of_an_export_is_kept_with_its_target(exported, tmp_path, whole):
-    """Also beside a link to nothing that has the first name of a backup."""
+def test_a_link_instead_of_an_export_is_kept_with_its_target(exported, tmp_path, whole):
+    """Also next to a dangling link with the first backup name."""
     export, out = exported
     out.rename(tmp_path / "disk")
     out.symlink_to(tmp_path / ("disk" if whole else "missing"))

@@ -1,4 +1,4 @@
-"""Kernels are compiled at first use, by processes that may be killed meanwhile."""
+"""Kernels are compiled at first use, by processes that may be killed during the build."""
 
 import asyncio
 import ctypes
@@ -25,12 +25,12 @@ from grpo_dist.policy.extensions import (
 from grpo_dist.runtime import processes
 from tests.support.patience import HANG_S
 
-HELD_S = 4.0  # nothing ends within it, however fast the machine
-FORK = multiprocessing.get_context("fork")  # of this process, which has loaded torch
+HELD_S = 4.0  # no build finishes within it on any machine
+FORK = multiprocessing.get_context("fork")  # forks inherit the loaded torch
 
 
 def build(directory: Path) -> tuple[BaseProcess, Connection]:
-    """Begin to build a library in a process of its own, which sends its path."""
+    """Start a process that builds a library and sends its path."""
     (directory / "answer.cpp").write_text('extern "C" int answer() { return 42; }')
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=_build, args=(directory, sender))
@@ -61,9 +61,9 @@ def answer(receiver):
 @pytest.mark.slow
 def test_a_process_killed_during_a_build_delays_no_other(tmp_path):
     first, second = build(tmp_path), build(tmp_path)  # concurrently: one waits for the other
-    found = [answer(receiver) for _, receiver in (first, second)]
-    library = Path(found[0][1])
-    assert found == [(42, str(library))] * 2 and library.is_relative_to(tmp_path / "grpo-dist")
+    answers = [answer(receiver) for _, receiver in (first, second)]
+    library = Path(answers[0][1])
+    assert answers == [(42, str(library))] * 2 and library.is_relative_to(tmp_path / "grpo-dist")
     # Leftovers of a kill: half of the library, and torch's file that marks the build.
     library.write_bytes(library.read_bytes()[:1000])
     library.with_name(".ninja_log").unlink()
@@ -119,10 +119,10 @@ def test_a_kernel_that_cannot_be_built_is_refused_with_the_compilers_output(tmp_
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(UserError) as refused:
         asyncio.run(build_kernels_here(["CPUAdamBuilder"]))
-    said = str(refused.value)
-    assert said.startswith("DeepSpeed's kernel cpu_adam cannot be built for Python ")
-    assert "install the headers of Python (python3-dev)" in said
-    assert "fatal error: Python.h: No such file or directory" in said.partition("The compiler says:")[2]
+    message = str(refused.value)
+    assert message.startswith("DeepSpeed's kernel cpu_adam cannot be built for Python ")
+    assert "install the headers of Python (python3-dev)" in message
+    assert "fatal error: Python.h: No such file or directory" in message.partition("The compiler says:")[2]
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_kernel_is_built_once_and_found_by_ranks(tmp_path, monkeypatch):
     assert unbuilt(builders) == []
     (library,) = tmp_path.rglob("deepspeed_shm_comm.so")
     built = library.stat().st_mtime_ns
-    library.with_name(".ninja_log").unlink()  # to ninja, another environment's build is as good as none
+    library.with_name(".ninja_log").unlink()  # ninja ignores builds of another environment
     asyncio.run(build_kernels_here(builders))
     assert library.stat().st_mtime_ns == built
     library.write_bytes(b"damaged")

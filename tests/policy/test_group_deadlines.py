@@ -1,4 +1,4 @@
-"""The deadline of the ranks' process group holds in every group that they make later."""
+"""The deadline of the ranks' process group also applies to every later group."""
 
 import os
 from datetime import timedelta
@@ -11,25 +11,25 @@ from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.rendezvous import Rank
 
 
-def test_groups_without_a_deadline_of_their_own_have_that_of_the_ranks(monkeypatch):
-    """DeepSpeed's `new_group` takes none."""
-    made = {}
+def test_groups_without_a_deadline_have_the_deadline_of_the_ranks(monkeypatch):
+    """DeepSpeed calls `new_group` without one."""
+    passed = {}
     for name in ("default_pg_nccl_timeout", "default_pg_timeout"):
         monkeypatch.setattr(distributed_c10d, name, timedelta(minutes=10))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(ranks, "meeting_point", lambda rank: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **settings: made.update(settings))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **settings: passed.update(settings))
     ranks.join(Rank(0, 1, "127.0.0.1", 1, timeout_s=12.0))
-    assert made["timeout"] == timedelta(seconds=12)
+    assert passed["timeout"] == timedelta(seconds=12)
     for backend in (dist.Backend.NCCL, dist.Backend.GLOO):
         assert distributed_c10d._get_default_timeout(backend) == timedelta(seconds=12)
 
 
 def test_ranks_that_share_sequences_have_it_too(monkeypatch):
-    made = []
+    groups = []
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist, "new_group", lambda members, timeout: made.append((members, timeout)))
+    monkeypatch.setattr(dist, "new_group", lambda members, timeout: groups.append((members, timeout)))
     joined = SequenceGroup.join(2, 12.0)
-    assert made == [([0, 1], timedelta(seconds=12)), ([2, 3], timedelta(seconds=12))]
+    assert groups == [([0, 1], timedelta(seconds=12)), ([2, 3], timedelta(seconds=12))]
     assert (joined.size, joined.index) == (2, 1)

@@ -1,4 +1,4 @@
-"""Architectures whose rows cannot be packed exactly are padded: a row reads what it would read alone."""
+"""Architectures whose rows cannot be packed exactly are padded: a row computes what it computes alone."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from tests.support.tiers import slow_after
 
 
 def hybrids():
-    """Architectures that mix tokens outside of attention, or do to attention's logits what kernels cannot."""
+    """Return architectures that mix tokens outside attention, or change attention logits as no kernel can."""
     shape = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 120, "max_position_embeddings": 128, "pad_token_id": 0,
@@ -53,10 +53,10 @@ def hybrids():
     }
 
 
-def test_layers_that_keep_a_state_are_told_from_other_kinds_of_attention():
+def test_recurrent_layers_are_distinguished_from_other_kinds_of_attention():
     kinds = {name: recurrent_layers(config) for name, config in hybrids().items()}
     attend = {"gemma2", "gpt_oss", "doge", "nemotron"}
-    assert {name for name, own in kinds.items() if not own} == attend and kinds["lfm2"] == ["conv"]
+    assert {name for name, layers in kinds.items() if not layers} == attend and kinds["lfm2"] == ["conv"]
     assert not recurrent_layers(Llama4TextConfig()) and mixing_layers(Llama4TextConfig())
 
 
@@ -68,9 +68,8 @@ def test_models_that_cannot_read_packed_rows_compute_padded_ones_as_if_alone(nam
     module = TokenLogprobs(load_causal_lm(str(tmp_path), **how), temperature=0.8, chunk_mib=1)
     module.model.set_experts_implementation("eager")  # the default has no float64
     assert not reads_packed_rows(module.model) and "rows are padded instead of packed: it " in caplog.text
-    with pytest.raises(
-        ValueError, match=r"sequence_parallel = 2 splits packed rows.*padded \(it (has|caps|needs).*use 1"
-    ):
+    words = r"sequence_parallel = 2 splits packed rows.*padded \(it (has|caps|needs).*use 1"
+    with pytest.raises(ValueError, match=words):
         check_heads(module.model, 2)
     batch = made_groups.batch(groups=2, samples=3)
     masks = batch.policy.mask
@@ -82,16 +81,8 @@ def test_models_that_cannot_read_packed_rows_compute_padded_ones_as_if_alone(nam
     apart = torch.nn.utils.rnn.pad_sequence(alone, batch_first=True)
     assert far(together, apart) < 1e-6
     weights = [p for p in module.parameters() if p.requires_grad]
-    ours, theirs = (
-        torch.cat(
-            [
-                g.flatten()
-                for g in torch.autograd.grad(values.sum(), weights, allow_unused=True)
-                if g is not None
-            ]
-        )
-        for values in (together, apart)
-    )
+    gradients = (torch.autograd.grad(v.sum(), weights, allow_unused=True) for v in (together, apart))
+    ours, theirs = (torch.cat([g.flatten() for g in grads if g is not None]) for grads in gradients)
     assert far(ours, theirs) < 1e-6
 
 
@@ -105,7 +96,7 @@ def test_attention_cost_counts_the_layers_that_attend():
     assert attention_cost(model) == pytest.approx(1 * 4 * 16 / count)
 
 
-def test_looking_for_what_a_model_attends_with_draws_no_random_numbers():
+def test_the_packing_check_draws_no_random_numbers():
     model = AutoModelForCausalLM.from_config(hybrids()["nemotron"])
     before = torch.get_rng_state()
     assert packing_problem(model) and torch.equal(torch.get_rng_state(), before)

@@ -31,33 +31,33 @@ QWEN2 = Qwen2Config(**SMALL)
 
 
 @pytest.mark.slow
-def test_kernels_compute_what_torchs_operations_do_and_a_plan_knows_what_they_keep(tmp_path):
-    """Every architecture in both types; the norms of Qwen3's heads have a row for each head of each token."""
+def test_kernels_compute_what_torchs_operations_do_and_a_plan_counts_the_activations_they_keep(tmp_path):
+    """Every architecture in both dtypes; the head norms of Qwen3 have a row per head and token."""
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     command = [sys.executable, "-m", "tests.support.interpreted_layers", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert {SHAPES[name][0] for name in found["architectures"]} == set(_ACTIVATIONS)
-    for name, (hidden, gradients, kernels) in found["architectures"].items():
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert {SHAPES[name][0] for name in results["architectures"]} == set(_ACTIVATIONS)
+    for name, (hidden, gradients, kernels) in results["architectures"].items():
         assert hidden < 1e-5 and gradients < 1e-5, name
         activation = "geglu" if SHAPES[name][0] == "gemma" else "swiglu"
         for part in ("rms_norm", "rope", activation):
             assert any(part in kernel for kernel in kernels), (name, part, kernels)
         assert any("backward" in kernel for kernel in kernels), name
     shape = from_config_json(SHAPE, "")
-    for (expected, stream, rows), itemsize in zip(found["kept"], (4, 2), strict=True):
+    for (expected, stream, rows), itemsize in zip(results["kept"], (4, 2), strict=True):
         sizes = Sizes(True, itemsize, 0, 0, 0, varlen=itemsize == 2, kernels=True)
         how = {"tokens": stream, "attended": rows, "longest": 128, "checkpointing": False}
         assert activation_bytes(shape, sizes, **how) == pytest.approx(expected, rel=0.02)
-    assert max(found["many rows"]) < 2e-6
-    # A worker loads its model without running a kernel, since tensors without memory cannot be read; models
-    # that it makes later are torch's.
-    kernels, replaced, classes = found["loaded"]
+    assert max(results["many rows"]) < 2e-6
+    # A worker loads its model without running a kernel, since meta tensors cannot be read; later models keep
+    # torch's operations.
+    kernels, replaced, classes = results["loaded"]
     assert kernels == [] and replaced == [True, False] and classes == ["Qwen3RMSNorm", "Qwen3MLP"]
 
 
-def test_a_gpu_with_the_package_has_them_for_known_models(monkeypatch):
+def test_a_gpu_with_the_package_uses_them_for_known_models(monkeypatch):
     replaced = []
     monkeypatch.setattr(layer_kernels, "replace_operations", replaced.append)
     monkeypatch.setattr(layer_kernels, "has_layer_kernels", lambda: True)
@@ -70,85 +70,80 @@ def test_a_gpu_with_the_package_has_them_for_known_models(monkeypatch):
 
 
 class _Qwen2(Qwen2ForCausalLM):
-    """As a model's own code may be: of a known type, and with other operations."""
+    """Custom model code: of a known type, with other operations."""
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "words"),
     [
-        (
-            Qwen2ForCausalLM(Qwen2Config(**SMALL, hidden_act="gelu")),
-            "Qwen2ForCausalLM of type qwen2 with gelu",
-        ),
+        (Qwen2ForCausalLM(Qwen2Config(**SMALL, hidden_act="gelu")),
+         "Qwen2ForCausalLM of type qwen2 with gelu"),
         (_Qwen2(QWEN2), "_Qwen2 of type qwen2"),
         (Starcoder2ForCausalLM(Starcoder2Config(**SMALL)), "Starcoder2ForCausalLM of type starcoder2"),
     ],
-)
-def test_models_that_compute_something_else_keep_torchs_operations(monkeypatch, model, said):
+)  # fmt: skip
+def test_models_that_compute_something_else_keep_torchs_operations(monkeypatch, model, words):
     monkeypatch.setattr(layer_kernels, "has_layer_kernels", lambda: True)
     assert not use_kernels(model, "auto", "cuda")
-    with pytest.raises(ValueError, match=rf"`model\.kernels` = liger is for .* exaone4, gemma.*{said}"):
+    with pytest.raises(ValueError, match=rf"`model\.kernels` = liger is for .* exaone4, gemma.*{words}"):
         use_kernels(model, "liger", "cuda")
 
 
 @pytest.mark.parametrize(
-    ("device", "has_package", "said"),
-    [
-        ("cpu", True, "computes on GPUs, and the run has none"),
-        ("cuda", False, "needs the package liger-kernel"),
-    ],
-)
-def test_kernels_are_refused_without_a_gpu_or_the_package(device, has_package, said):
+    ("device", "has_package", "words"),
+    [("cpu", True, "computes on GPUs, and the run has none"),
+     ("cuda", False, "needs the package liger-kernel")],
+)  # fmt: skip
+def test_kernels_are_refused_without_a_gpu_or_the_package(device, has_package, words):
     problem = kernels_problem("liger", Qwen2ForCausalLM(QWEN2), device, has_package=has_package)
-    assert said in problem and "use model.kernels=auto" in problem
+    assert words in problem and "use model.kernels=auto" in problem
 
 
 def test_a_head_node_without_gpus_need_not_have_the_package(monkeypatch, tmp_path):
     monkeypatch.setattr(start_checks, "has_layer_kernels", lambda: False)
     path = architecture(tmp_path, "qwen3")
-    made = config(model={"path": str(path), "kernels": "liger"})
-    assert not [p for p in start_checks.model_problems(made, "cuda", path) if "kernels" in p]
+    settings = config(model={"path": str(path), "kernels": "liger"})
+    assert not [p for p in start_checks.model_problems(settings, "cuda", path) if "kernels" in p]
     monkeypatch.setattr(start_checks, "device_type", lambda: "cuda")
-    assert [
-        p for p in start_checks.model_problems(made, "cuda", path) if "needs the package liger-kernel" in p
-    ]
+    problems = start_checks.model_problems(settings, "cuda", path)
+    assert [p for p in problems if "needs the package liger-kernel" in p]
 
 
-def test_a_model_that_fits_is_made_once_and_one_with_a_problem_each_time(monkeypatch, tmp_path):
-    made: list[str] = []
+def test_a_valid_model_is_built_once_and_one_with_a_problem_each_time(monkeypatch, tmp_path):
+    builds: list[str] = []
     real = start_checks.empty_model
-    monkeypatch.setattr(start_checks, "empty_model", lambda *a, **how: made.append("") or real(*a, **how))
+    monkeypatch.setattr(start_checks, "empty_model", lambda *a, **how: builds.append("") or real(*a, **how))
     path = architecture(tmp_path, "qwen3")
     fits, odd = config(model={"path": str(path)}), config(rollout={"tensor_parallel_size": 3})
 
     def problems(config):
         return [p for p in start_checks.model_problems(config, "cpu", path) if "positions" not in p]
 
-    assert [problems(fits), problems(fits)] == [[], []] and len(made) == 1
-    assert all("does not divide the" in problems(odd)[0] for _ in range(2)) and len(made) == 3
+    assert [problems(fits), problems(fits)] == [[], []] and len(builds) == 1
+    assert all("does not divide the" in problems(odd)[0] for _ in range(2)) and len(builds) == 3
     (path / "config.json").write_text((path / "config.json").read_text() + "\n")
-    assert problems(fits) == [] and len(made) == 4
+    assert problems(fits) == [] and len(builds) == 4
 
 
 @pytest.mark.parametrize("compiled, kernels", [(False, "auto"), (True, "torch")])
 def test_compiled_layers_have_torchs_operations(monkeypatch, tmp_path, compiled, kernels):
-    asked = []
+    requested = []
 
     def load(*args, **how):
-        asked.append(how.pop("kernels"))
+        requested.append(how.pop("kernels"))
         return load_causal_lm(*args, **how)
 
     monkeypatch.setattr(trainable_model, "load_causal_lm", load)
     path = str(architecture(tmp_path, "qwen3"))
     policy = PolicyConfig(compile=compiled, zero_stage=2)
     trainable_model.trainable_model(path, torch.float32, ModelConfig(path=path), policy, 0)
-    assert asked == [kernels]
+    assert requested == [kernels]
 
 
-def test_a_teacher_has_kernels_only_where_they_know_it():
+def test_a_teacher_has_kernels_only_if_they_support_it():
     teacher = TeacherConfig(name="large", model="large")
-    for kernels, own in (("torch", "torch"), ("auto", "auto"), ("liger", "auto")):
-        assert teacher.model_section(ModelConfig(path="small", kernels=kernels)).kernels == own
+    for kernels, expected in (("torch", "torch"), ("auto", "auto"), ("liger", "auto")):
+        assert teacher.model_section(ModelConfig(path="small", kernels=kernels)).kernels == expected
 
 
 def test_a_model_without_them_is_untouched():

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: what it lacks is never filled at random, and too little memory is called that."""
+"""Loading a checkpoint: missing weights are never filled at random; too little memory is named."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_a_checkpoint_with_fewer_layers_than_its_configuration_is_refused(tiny_m
     "error",
     [RuntimeError("unable to mmap 65536 bytes from file <m>: Cannot allocate memory (12)"), MemoryError()],
 )
-def test_a_model_that_memory_does_not_hold_is_refused_with_both_sizes(tiny_model, monkeypatch, error):
+def test_a_model_larger_than_memory_is_refused_with_both_sizes(tiny_model, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
@@ -35,7 +35,7 @@ def test_a_model_that_memory_does_not_hold_is_refused_with_both_sizes(tiny_model
     assert "download" not in str(raised.value)
 
 
-def test_other_errors_stay_what_they_are(tiny_model, monkeypatch):
+def test_other_errors_pass_through(tiny_model, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("size mismatch")
 

@@ -1,4 +1,4 @@
-"""The kernels of the LM head on GPUs, on a CPU by Triton's interpreter, against the definition in float64."""
+"""The LM head's GPU kernels in Triton's interpreter on a CPU, against the definition in float64."""
 
 import json
 import subprocess
@@ -23,10 +23,14 @@ CASES = {
 @pytest.fixture(scope="module")
 def interpreted():
     pytest.importorskip("triton", reason="the kernels are Triton's, which is not installed")
-    command = [sys.executable, "-m", "tests.support.interpreted_kernels"]
+    return json.loads(output_of("tests.support.interpreted_kernels").splitlines()[-1])
+
+
+def output_of(module):
+    command = [sys.executable, "-m", module]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
 
 
 def test_values_entropies_and_gradients_are_those_of_the_definition(interpreted):
@@ -51,11 +55,11 @@ def test_no_rows_have_no_results(interpreted):
 
 
 @pytest.mark.parametrize("value", ["nan", "infinity"])
-def test_a_logit_that_is_no_number_spoils_its_row_alone(interpreted, value):
+def test_a_non_finite_logit_affects_only_its_row(interpreted, value):
     assert interpreted[value] == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_a_target_that_is_no_token_has_no_log_prob(interpreted):
+def test_a_target_outside_the_vocabulary_has_no_log_prob(interpreted):
     assert interpreted["no tokens"] == [0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
 
 
@@ -65,14 +69,12 @@ def test_strided_operands_have_the_same_results(interpreted):
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_an_h100():
-    """Types, which the interpreter does not check. Compiling needs no GPU."""
+    """Checks types, which the interpreter does not. Compiling needs no GPU."""
     pytest.importorskip("triton.compiler", reason="the kernels are Triton's, which is not installed")
-    command = [sys.executable, "-m", "tests.support.compiled_kernel"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
-    assert [int(size) > 1000 for size in done.stdout.split()] == [True, True]
+    sizes = output_of("tests.support.compiled_kernel").split()
+    assert [int(size) > 1000 for size in sizes] == [True, True]
 
 
-def test_a_cpu_and_float64_take_torchs_operations():
+def test_a_cpu_and_float64_use_torchs_operations():
     assert choose_logit_rows(torch.empty(1)) is logit_rows
     assert choose_logit_rows(torch.empty(1, dtype=torch.float64)) is logit_rows

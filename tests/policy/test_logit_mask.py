@@ -24,19 +24,12 @@ def mask_of(lists, vocabulary=V):
 
 def test_five_tokens_by_hand():
     """p = .4 .3 .2 .05 .05 and top_p = 0.9 keep three: q = 4/9 3/9 2/9. Token 1 has log 1/3, gradient
-    -4/9 6/9 -2/9 0 0, and the entropy is that of q. The second row keeps all five.
+    -4/9 6/9 -2/9 0 0 and the entropy of q. The second row keeps all five.
     """
     logits = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.05]).log().repeat(2, 1).requires_grad_()
     mask = mask_of([[0, 1, 2], [0, 1, 2, 3, 4]], 5)
-    values, entropies, _ = logprobs.selected_logprobs(
-        logits,
-        torch.eye(5),
-        torch.tensor([1, 1]),
-        temperature=1.0,
-        chunk_tokens=1,
-        with_entropy=True,
-        mask=mask,
-    )
+    how = {"temperature": 1.0, "chunk_tokens": 1, "with_entropy": True, "mask": mask}
+    values, entropies, _ = logprobs.selected_logprobs(logits, torch.eye(5), torch.tensor([1, 1]), **how)
     assert values.tolist() == pytest.approx([math.log(1 / 3), math.log(0.3)])
     q = [4 / 9, 3 / 9, 2 / 9]
     assert float(entropies.detach()[0]) == pytest.approx(-sum(p * math.log(p) for p in q))
@@ -46,8 +39,8 @@ def test_five_tokens_by_hand():
 
 
 def problem(dtype):
-    """Rows, LM head, bias and targets; of 7 rows some keep a list, some bits, and two keep all. The most
-    likely token of each row is not kept where possible: a policy that has moved may prefer it.
+    """Return (rows, LM head, bias), targets and kept lists; of 7 rows some keep a list, some bits, two all.
+    The most likely token of a row is dropped where possible: a policy that has moved may prefer it.
     """
     generator = torch.Generator().manual_seed(0)
     rows, weight, bias = (
@@ -55,21 +48,21 @@ def problem(dtype):
     )
     order = (rows @ (3 * weight).T + bias).argsort(dim=1).tolist()
     sizes = [1, 2, 3, 20, V - 1, V, V]
-    lists = [sorted(own[:size]) for own, size in zip(order, sizes, strict=True)]
-    targets = torch.tensor([own[0] for own in order])
+    lists = [sorted(ids[:size]) for ids, size in zip(order, sizes, strict=True)]
+    targets = torch.tensor([ids[0] for ids in order])
     leaves = [t.to(dtype).requires_grad_() for t in (rows, 3 * weight, bias)]
     return leaves, targets, lists
 
 
 def dense(leaves, targets, lists, temperature, transform):
-    """The definition, in float64."""
+    """Return values, entropies, kept tokens and probabilities by the definition, in float64."""
     rows, weight, bias = (t.double() for t in leaves)
     logits = transform.slope * (rows @ weight.T + bias)
     if transform.cap is not None:
         logits = transform.cap * (logits / transform.cap).tanh()
     kept = torch.zeros(logits.shape, dtype=torch.bool)
-    for row, own in zip(kept, lists, strict=True):
-        row[own] = True
+    for row, ids in zip(kept, lists, strict=True):
+        row[ids] = True
     logp = (logits / temperature).masked_fill(~kept, -torch.inf).log_softmax(-1)
     p = logp.exp()
     entropies = -(p * logp.masked_fill(~kept, 0.0)).sum(dim=1)
@@ -112,7 +105,7 @@ def test_values_entropies_and_gradients_are_those_of_the_definition(
         assert torch.equal(mask.dropped(slice(0, 7), V), ~kept)
 
 
-def test_a_row_that_keeps_all_has_the_bits_of_one_without_a_mask():
+def test_a_row_that_keeps_all_tokens_is_bit_for_bit_as_without_a_mask():
     leaves, targets, lists = problem(torch.float32)
     rows, weight, bias = leaves
     how = {"temperature": 0.7, "chunk_tokens": 3, "bias": bias, "with_entropy": True}
@@ -122,39 +115,34 @@ def test_a_row_that_keeps_all_has_the_bits_of_one_without_a_mask():
         assert torch.equal(a[5:], b[5:]) and not torch.isclose(a[:5], b[:5]).any()
 
 
-def test_a_head_of_more_tokens_than_the_engine_has_keeps_none_of_them():
+def test_the_extra_tokens_of_a_head_larger_than_the_engines_are_dropped():
     (dropped,) = mask_of([range(0, 80, 2)], 80).dropped(slice(0, 1), 90)
     assert dropped.tolist() == [i % 2 == 1 or i >= 80 for i in range(90)]
 
 
 def exact_logprobs(module, rows, row):
-    """Log-probs of the last tokens of one row alone, from all of its logits, float64."""
+    """Return the log-probs of a row alone, from all of its logits, float64."""
     length = int(rows.lengths[row])
     ids = rows.tokens[row : row + 1, :length]
     logits = module.model(input_ids=ids, use_cache=False).logits[0].double() / 0.8
     kept = rows.kept and rows.kept[row]
     out = torch.zeros(length, dtype=torch.float64)
     for t in range(1, length):
-        own = logits[t - 1]
+        row_logits = logits[t - 1]
         if kept is not None and t >= length - len(kept.counts):
-            mask = LogitMask.from_kept(kept, CPU).dropped(slice(0, len(kept.counts)), len(own))
-            own = own.masked_fill(mask[t - length + len(kept.counts)], -torch.inf)
-        out[t] = own.log_softmax(-1)[ids[0, t]]
+            mask = LogitMask.from_kept(kept, CPU).dropped(slice(0, len(kept.counts)), len(row_logits))
+            row_logits = row_logits.masked_fill(mask[t - length + len(kept.counts)], -torch.inf)
+        out[t] = row_logits.log_softmax(-1)[ids[0, t]]
     return out
 
 
 @pytest.mark.parametrize("kernel", [None, block_spans], ids=["padded", "packed"])
-def test_every_wanted_token_of_a_micro_batch_has_its_own_mask(tiny_model, kernel):
-    """Packed behind shared prompts, padded, of episodes with further rows, and without masks."""
-    model = load_causal_lm(
-        str(tiny_model),
-        dtype=torch.float32,
-        attention="auto",
-        trust_remote_code=False,
-        packing=kernel is not None,
-    )
+def test_every_wanted_token_of_a_micro_batch_has_its_mask(tiny_model, kernel):
+    """Packed with shared prompts, padded, episodes with further rows, and rows without masks."""
+    how = {"dtype": torch.float32, "trust_remote_code": False}
+    model = load_causal_lm(str(tiny_model), attention="auto", packing=kernel is not None, **how)
     module = TokenLogprobs(model, temperature=0.8, chunk_mib=8).eval()
-    plain = load_causal_lm(str(tiny_model), dtype=torch.float32, attention="eager", trust_remote_code=False)
+    plain = load_causal_lm(str(tiny_model), attention="eager", **how)
     vocabulary = model.config.vocab_size
     groups = made_groups.truncated(made_groups.episode_groups(rewritten=0.5), vocabulary)
     batch = made_groups.batch_of(groups)
@@ -162,14 +150,12 @@ def test_every_wanted_token_of_a_micro_batch_has_its_own_mask(tiny_model, kernel
     order = [4, 0, 3, len(batch) - 1]
     part = micro.part(batch, order)
     with torch.no_grad():
-        found = module(micro.layout(part, part.wanted))[0].double()
+        together = module(micro.layout(part, part.wanted))[0].double()
         alone = TokenLogprobs(plain, temperature=0.8, chunk_mib=8).eval()
-        for own, row in zip(found, order, strict=True):
-            length, mask = int(batch.lengths[row]), batch.policy.mask[row]
-            expected = exact_logprobs(alone, batch, row)
-            torch.testing.assert_close(
-                own[:length][mask[:length]], expected[mask[:length]], rtol=1e-5, atol=1e-5
-            )
+        for values, row in zip(together, order, strict=True):
+            length = int(batch.lengths[row])
+            mask, expected = batch.policy.mask[row][:length], exact_logprobs(alone, batch, row)
+            torch.testing.assert_close(values[:length][mask], expected[mask], rtol=1e-5, atol=1e-5)
         for rows in ([], [len(batch) - 1]):  # no row, and one without masks
             bare = micro.part(batch, rows)
             assert micro.layout(bare, bare.wanted).mask is None
@@ -183,7 +169,7 @@ def test_every_wanted_token_of_a_micro_batch_has_its_own_mask(tiny_model, kernel
 
 
 def test_a_slice_of_a_sequence_has_the_masks_of_its_tokens():
-    """`policy.sequence_parallel`: ranks select, each with indices of its own."""
+    """`policy.sequence_parallel`: each rank selects its indices."""
     _, _, lists = problem(torch.float32)
     mask = mask_of(lists)
     at = torch.tensor([6, 0, 3])

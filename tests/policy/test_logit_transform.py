@@ -1,4 +1,4 @@
-"""What a model does to its logits behind the LM head: soft-capping and scaling, read from its own forward."""
+"""Transforms of the logits after the LM head: soft-capping and scaling, measured on the model's forward."""
 
 import math
 from dataclasses import replace
@@ -44,7 +44,7 @@ MODELS = {
 
 @pytest.fixture(params=list(MODELS))
 def case(request, tmp_path):
-    """A model's directory, transformers' own model of it in float64, and its slope and cap."""
+    """Return a model's directory, transformers' model in float64, and its slope and cap."""
     config, expected = MODELS[request.param]
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_log_probs_entropies_candidates_and_gradients_are_those_of_transformers_
     tokens = torch.randint(3, 50, (3, 9), generator=generator)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     layout = padded(tokens, mask)
-    further = (layout.targets[:, None] + torch.tensor([0, 3, 17, 30])) % 50  # the token itself among them
+    further = (layout.targets[:, None] + torch.tensor([0, 3, 17, 30])) % 50  # includes the token itself
     layout = replace(layout, candidates=further)
     values, entropies, candidates = module(layout, with_entropy=True)
     logps = (exact(tokens).logits / 0.7).log_softmax(-1)[:, :-1]
@@ -84,17 +84,17 @@ def test_log_probs_entropies_candidates_and_gradients_are_those_of_transformers_
     )  # fmt: skip
     assert all(relative(a, b) < 1e-12 for a, b in pairs)
     weights = (list(m.parameters()) for m in (module.model, exact))
-    mine, theirs = ([p for p in own if p.requires_grad] for own in weights)
+    mine, theirs = ([p for p in parameters if p.requires_grad] for parameters in weights)
     upstream = [torch.randn(b.shape, generator=generator, dtype=torch.float64) for _, b in pairs]
     ours = sum((a * u).sum() for (a, _), u in zip(pairs, upstream, strict=True))
     right = sum((b * u).sum() for (_, b), u in zip(pairs, upstream, strict=True))
-    gradients = (torch.autograd.grad(total, own) for total, own in ((ours, mine), (right, theirs)))
+    gradients = (torch.autograd.grad(total, leaves) for total, leaves in ((ours, mine), (right, theirs)))
     assert relative(*map(flat, gradients)) < 1e-11
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
-def test_attention_is_capped_too_which_torchs_own_function_leaves_out(tmp_path, attention):
+def test_attention_is_capped_too_which_torchs_function_leaves_out(tmp_path, attention):
     config = Gemma2Config(**SHAPE, head_dim=16, attn_logit_softcapping=0.5)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     how = {"dtype": torch.float64, "trust_remote_code": False}
@@ -106,7 +106,7 @@ def test_attention_is_capped_too_which_torchs_own_function_leaves_out(tmp_path, 
 
 
 @torch.no_grad()
-def test_so_are_the_likeliest_tokens_and_the_score_norms(case):
+def test_top_k_tokens_and_score_norms_are_those_of_transformers_logits(case):
     path, exact, _ = case
     module = TokenLogprobs(loaded(path), temperature=0.7, chunk_mib=1)
     tokens = torch.arange(3, 11)[None]
@@ -128,7 +128,7 @@ def test_supervised_training_has_transformers_loss(case):
     mask[:, 4:] = True
     loss = response_loss(loaded(path), tokens, mask)
     expected = exact(tokens, labels=tokens.where(mask, -100)).loss
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)  # transformers widens to float32 alone
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)  # transformers only computes it in float32
 
 
 def test_a_cap_and_its_derivative_by_hand():
@@ -152,7 +152,7 @@ def test_the_transform_needs_no_weights_and_leaves_the_model_as_it_was(case):
 
 
 class Changed(Qwen2ForCausalLM):
-    """Does something else to its logits, hidden states or vocabulary."""
+    """Applies ``change`` to its logits."""
 
     change = staticmethod(lambda logits: logits)
 
@@ -173,7 +173,7 @@ class Changed(Qwen2ForCausalLM):
         (lambda x: x[..., :40], "LM head has 50 outputs, and it returns 40 logits"),
     ],
 )
-def test_logits_that_are_another_function_of_the_heads_outputs_are_refused(change, words):
+def test_any_other_function_of_the_heads_outputs_is_refused(change, words):
     model = Changed(Qwen2Config(**SHAPE))
     model.change = change
     with pytest.raises(ValueError, match=rf"model some/model: .*{words}.*; use another model"):

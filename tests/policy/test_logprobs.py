@@ -26,9 +26,7 @@ def problem(dtype=torch.float32, seed=0, scale=3.0):
 
 
 def dense(leaves, tokens, mask, temperature):
-    """The definition, all logits at once, in float64: position t is predicted by the hidden state before
-    it.
-    """
+    """Compute the definition from all logits in float64: the hidden state at t - 1 predicts position t."""
     hidden, weight, bias = (t.double() for t in leaves)
     logp = ((hidden @ weight.T + bias) / temperature).log_softmax(-1)
     logprobs, entropy = (torch.zeros(tokens.shape, dtype=torch.float64) for _ in range(2))
@@ -58,7 +56,7 @@ def relative(actual, expected):
 def test_logprobs_entropy_and_gradients_are_those_of_all_logits_at_once(
     dtype, tolerance, gradient_tolerance, temperature, chunk_tokens
 ):
-    """In bfloat16 only the dtype of gradients rounds them; log-probs are float32 throughout."""
+    """In bfloat16 only the dtype of the gradients rounds; log-probs are float32 throughout."""
     leaves, tokens, mask = problem(dtype)
     hidden, weight, bias = leaves
     actual, entropy = token_logprobs(
@@ -77,7 +75,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_all_logits_at_once(
 
 
 def test_entry_t_is_the_token_at_t_and_the_first_token_has_none():
-    """A head that predicts "the same token again" with certainty: only repetitions have log-prob 0."""
+    """The head predicts the same token again with certainty: only repetitions have log-prob 0."""
     tokens = torch.tensor([[2, 2, 1, 1, 1, 0]])
     hidden = torch.nn.functional.one_hot(tokens, 3).float()
     logprobs, entropy = token_logprobs(hidden, torch.eye(3) * 100, tokens, temperature=1.0, chunk_tokens=2)
@@ -97,9 +95,8 @@ def test_chunk_size_and_row_split_leave_values_alone():
     how = {"temperature": 0.9, "mask": mask}
     whole, _ = token_logprobs(hidden, weight, tokens, chunk_tokens=1000, **how)
     for chunk in (1, 2, 3, 5):
-        torch.testing.assert_close(
-            token_logprobs(hidden, weight, tokens, chunk_tokens=chunk, **how)[0], whole, rtol=0, atol=1e-5
-        )
+        values, _ = token_logprobs(hidden, weight, tokens, chunk_tokens=chunk, **how)
+        torch.testing.assert_close(values, whole, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
@@ -162,31 +159,30 @@ def test_no_more_logits_exist_than_a_chunk_forward_and_backward():
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_score_norms_are_those_of_all_logits_at_once(dtype, tolerance, chunk_tokens):
-    """Of the gradient of log p by the logits, which autograd takes; with a temperature for each row, too."""
+    """The norm of autograd's gradient of log p by the logits; also with a temperature per row."""
     (hidden, weight, bias), tokens, mask = problem(dtype)
     for temperature in (0.7, torch.tensor([0.5, 1.0, 1.5])):
         layout = padded(tokens, mask, temperature if isinstance(temperature, torch.Tensor) else None)
-        own = temperature if layout.temperature is None else layout.temperature
+        used = temperature if layout.temperature is None else layout.temperature
         rows = hidden.flatten(0, 1)[layout.sources]
-        found = logprobs.selected_score_norms(
-            rows, weight, layout.targets, temperature=own, chunk_tokens=chunk_tokens, bias=bias
+        norms = logprobs.selected_score_norms(
+            rows, weight, layout.targets, temperature=used, chunk_tokens=chunk_tokens, bias=bias
         )
-        scaled = own[:, None].double() if isinstance(own, torch.Tensor) else own
+        scaled = used[:, None].double() if isinstance(used, torch.Tensor) else used
         logits = ((rows.double() @ weight.double().T + bias.double()) / scaled).detach().requires_grad_()
         chosen = logits.log_softmax(-1).gather(1, layout.targets[:, None]).sum()
         (gradient,) = torch.autograd.grad(chosen, logits)
-        assert found.dtype == dtype and not found.requires_grad
-        torch.testing.assert_close(
-            found.double(), gradient.square().sum(dim=1), rtol=tolerance, atol=tolerance
-        )
+        assert norms.dtype == dtype and not norms.requires_grad
+        exact = gradient.square().sum(dim=1)
+        torch.testing.assert_close(norms.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-def test_the_score_norm_of_a_token_that_is_all_but_certain_keeps_its_digits():
-    """Of two tokens 20 nats apart: 2 exp(-40), where 1 - 2 p + sum of p^2 is 0 in float32."""
-    found = logprobs.selected_score_norms(
+def test_the_score_norm_of_an_almost_certain_token_keeps_its_digits():
+    """Two tokens 20 nats apart: 2 exp(-40), where 1 - 2 p + sum of p^2 is 0 in float32."""
+    norms = logprobs.selected_score_norms(
         torch.ones(2, 1), torch.tensor([[20.0], [0.0]]), torch.tensor([0, 1]), temperature=1.0, chunk_tokens=2
     )
-    torch.testing.assert_close(found, torch.tensor([2 * math.exp(-40), 2.0]), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(norms, torch.tensor([2 * math.exp(-40), 2.0]), rtol=1e-5, atol=0.0)
 
 
 def test_the_weight_is_trained_through_both_uses_when_it_is_tied():
@@ -210,7 +206,7 @@ class OutTypes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.made = []  # elements of what products and sums returned in memory of their own
+        self.allocated = []  # operation and shape of every newly allocated result
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -223,14 +219,12 @@ class OutTypes(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor) and all(out is not a for a in args):
-            self.made.append((str(func), tuple(out.shape)))
+            self.allocated.append((str(func), tuple(out.shape)))
         return out
 
 
 def test_on_tensor_cores_the_weights_gradient_is_added_up_in_place(monkeypatch):
-    """In float32 [V, D] it is the largest tensor there: a second one for each block would be read and written
-    in addition.
-    """
+    """In float32 [V, D] it is the largest tensor: a second one per block would double the memory traffic."""
     rows, vocabulary = 64, 500
     weight = torch.randn(vocabulary, 16).bfloat16()
     hidden, targets = torch.randn(rows, 16).bfloat16(), torch.randint(0, vocabulary, (rows,))
@@ -238,10 +232,10 @@ def test_on_tensor_cores_the_weights_gradient_is_added_up_in_place(monkeypatch):
 
     def gradient(use_tensor_cores):
         leaf = weight.clone().requires_grad_()
-        made = logprobs._Head.__init__
+        init = logprobs._Head.__init__
 
         def on_a_gpu(head, *arguments):
-            made(head, *arguments)
+            init(head, *arguments)
             head._tensor_cores, head._operand, head.weight = True, torch.bfloat16, arguments[1].detach()
 
         if use_tensor_cores:
@@ -249,7 +243,7 @@ def test_on_tensor_cores_the_weights_gradient_is_added_up_in_place(monkeypatch):
         with OutTypes() as seen:
             values, *_ = logprobs.selected_logprobs(hidden, leaf, targets, temperature=0.7, chunk_tokens=8)
             values.backward(upstream)
-        whole = [name for name, shape in seen.made if shape == (vocabulary, 16)]
+        whole = [name for name, shape in seen.allocated if shape == (vocabulary, 16)]
         return leaf.grad, whole
 
     ours, whole = gradient(use_tensor_cores=True)
@@ -259,24 +253,24 @@ def test_on_tensor_cores_the_weights_gradient_is_added_up_in_place(monkeypatch):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
-def test_each_token_has_the_log_probs_entropy_and_gradients_of_its_own_temperature(chunk_tokens):
-    """Row by row against calls with one temperature, in float64."""
+def test_each_token_has_the_log_probs_entropy_and_gradients_of_its_temperature(chunk_tokens):
+    """Compared row by row with calls at one temperature, in float64."""
     (hidden, weight, bias), tokens, mask = problem(torch.float64)
     temperatures = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)
     layout = padded(tokens, mask, temperatures)
-    *found, _ = logprobs.selected_logprobs(
+    *actual, _ = logprobs.selected_logprobs(
         hidden.flatten(0, 1)[layout.sources], weight, layout.targets,
         temperature=layout.temperature, chunk_tokens=chunk_tokens, bias=bias, with_entropy=True,
     )  # fmt: skip
-    values, entropies = (layout.unpack_rows(v) for v in found)
+    values, entropies = (layout.unpack_rows(v) for v in actual)
     expected = [dense([hidden, weight, bias], tokens, mask, float(t)) for t in temperatures]
     for row in range(B):
         # float32 holds 1.7 to 1e-7 of its size
         assert torch.allclose(values[row], expected[row][0][row], atol=1e-5)
         assert torch.allclose(entropies[row], expected[row][1][row], atol=1e-5)
-    own = torch.stack([expected[row][0][row] + expected[row][1][row] for row in range(B)])
+    sums = torch.stack([expected[row][0][row] + expected[row][1][row] for row in range(B)])
     leaves = (hidden, weight, bias)
-    pairs = zip(gradients(values + entropies, leaves), gradients(own, leaves), strict=True)
+    pairs = zip(gradients(values + entropies, leaves), gradients(sums, leaves), strict=True)
     assert all(relative(a, b) < 1e-6 for a, b in pairs)
 
 
@@ -289,32 +283,32 @@ def test_each_token_has_the_log_probs_entropy_and_gradients_of_its_own_temperatu
 def test_log_probs_of_further_tokens_and_all_gradients_are_those_of_all_logits_at_once(
     dtype, tolerance, gradient_tolerance, chunk_tokens, temperature
 ):
-    """With and without gradients of the sampled tokens' own log-probs and of entropies."""
+    """With and without gradients of the sampled tokens' log-probs and of entropies."""
     leaves, tokens, mask = problem(dtype)
     temperatures = torch.tensor([0.5, 1.0, 1.7]) if temperature == "each" else torch.ones(B)
     generator = torch.Generator().manual_seed(2)
     candidates = torch.stack([torch.randperm(V, generator=generator)[:4] for _ in range(B * T)]).view(B, T, 4)
-    candidates[0, :, 1] = tokens[0]  # as when the teacher finds the sampled token likely
+    candidates[0, :, 1] = tokens[0]  # the teacher may find the sampled token likely
     teacher = TeacherStream(mask, torch.zeros(B, T), candidates, torch.zeros(candidates.shape))
     layout = padded(tokens, mask, temperatures, teacher=teacher)
     rows = leaves[0].flatten(0, 1)[layout.sources]
-    found = logprobs.selected_logprobs(
+    actual = logprobs.selected_logprobs(
         rows, leaves[1], layout.targets, layout.candidates,
         temperature=layout.temperature, chunk_tokens=chunk_tokens, bias=leaves[2], with_entropy=True,
     )  # fmt: skip
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    own = temperatures[:, None].expand(B, T).double()[:, 1:][mask[:, 1:]]
+    by_token = temperatures[:, None].expand(B, T).double()[:, 1:][mask[:, 1:]]
     logits = exact[0].flatten(0, 1)[layout.sources] @ exact[1].T + exact[2]
-    logp = (logits / own[:, None]).log_softmax(-1)
+    logp = (logits / by_token[:, None]).log_softmax(-1)
     values, picked = logp.gather(1, layout.targets[:, None])[:, 0], logp.gather(1, layout.candidates)
     expected = (values, -(logp.exp() * logp).sum(-1), picked)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert relative(ours, theirs) < tolerance
     weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in expected]
     for used in ([2], [0, 2], [0, 1, 2]):
         gradients_of = [
-            torch.autograd.grad(sum((each[i] * weights[i]).sum() for i in used), of, retain_graph=True)
-            for each, of in ((found, leaves), (expected, exact))
+            torch.autograd.grad(sum((each[i] * weights[i]).sum() for i in used), inputs, retain_graph=True)
+            for each, inputs in ((actual, leaves), (expected, exact))
         ]
         for ours, theirs in zip(*gradients_of, strict=True):
             assert relative(ours, theirs) < gradient_tolerance
@@ -322,8 +316,8 @@ def test_log_probs_of_further_tokens_and_all_gradients_are_those_of_all_logits_a
 
 @pytest.mark.parametrize("vocabulary", [None, 30])
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
-def test_the_likeliest_tokens_are_those_of_all_logits_at_once(chunk_tokens, vocabulary):
-    """Among the first ``vocabulary``, where the policy has no more; log-probs of the whole distribution."""
+def test_the_top_k_tokens_are_those_of_all_logits_at_once(chunk_tokens, vocabulary):
+    """Of the first ``vocabulary`` tokens, if the policy has no more; log-probs of the whole distribution."""
     (hidden, weight, bias), tokens, mask = problem(torch.float64)
     layout = padded(tokens, mask)
     rows = hidden.flatten(0, 1)[layout.sources]
@@ -341,8 +335,8 @@ def test_the_likeliest_tokens_are_those_of_all_logits_at_once(chunk_tokens, voca
 @pytest.mark.parametrize("left", [1e-6, 4e-5, 2e-2])
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_near_the_teacher_the_gradient_is_rounded_to_bfloat16_once(monkeypatch, name, left):
-    """What a token gains of its own and loses with all others nearly cancel: of two numbers in bfloat16 a
-    tenth of the difference would be noise.
+    """The gradient through a token's logit and through the normaliser nearly cancel: as two bfloat16 numbers,
+    a tenth of the difference would be noise.
     """
     rows, width, count = 32, 64, 16
     generator = torch.Generator().manual_seed(5)
@@ -351,24 +345,22 @@ def test_near_the_teacher_the_gradient_is_rounded_to_bfloat16_once(monkeypatch, 
     weight[:count] += 0.05 * torch.randn(count, width, generator=generator).bfloat16()
     logits = hidden.double() @ weight.double().T
     bias = torch.zeros(V * 4, dtype=torch.float64)
-    bias[count:] = (
-        math.log(left) + logits[:, :count].logsumexp(1).mean() - logits[:, count:].logsumexp(1).mean()
-    )
+    inside, outside = (part.logsumexp(1).mean() for part in (logits[:, :count], logits[:, count:]))
+    bias[count:] = math.log(left) + inside - outside
     teacher = (logits + bias)[:, :count] + 0.05 * torch.randn(rows, count, generator=generator)
     teacher = teacher.log_softmax(1) + math.log(1 - 2 * left)
     ids, targets = torch.arange(count).expand(rows, count), torch.zeros(rows, dtype=torch.int64)
 
     def on_a_gpu(head, *arguments):
-        made(head, *arguments)
+        init(head, *arguments)
         head._tensor_cores, head._operand, head.weight = True, torch.bfloat16, arguments[1].detach()
 
-    made = logprobs._Head.__init__
+    init = logprobs._Head.__init__
     leaf, exact = bias.float().requires_grad_(), bias.clone().requires_grad_()
     monkeypatch.setattr(logprobs._Head, "__init__", on_a_gpu)
     with OutTypes():
-        *_, own = logprobs.selected_logprobs(
-            hidden, weight, targets, ids, temperature=1.0, chunk_tokens=8, bias=leaf
-        )
-        DIVERGENCES[name](own, teacher.float()).sum().backward()
+        how = {"temperature": 1.0, "chunk_tokens": 8, "bias": leaf}
+        *_, candidates = logprobs.selected_logprobs(hidden, weight, targets, ids, **how)
+        DIVERGENCES[name](candidates, teacher.float()).sum().backward()
     DIVERGENCES[name]((logits + exact).log_softmax(1)[:, :count], teacher).sum().backward()
     assert relative(leaf.grad[:count], exact.grad[:count]) < 1e-2

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def adapted(model_dir, **how):
-    """A policy group that trains only adapters."""
+    """Return a policy group that trains only adapters."""
     optimizer = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2}
     return start(model_dir, worker=AdaptedWorker, lora=SETTINGS, **optimizer, **how)
 
@@ -66,8 +66,8 @@ def base_weights(model_dir):
 
 
 def expected_gradients(model_dir, tensors, batch, loss_of=None):
-    """Compute the adapters' gradients in float64, in this process, without DeepSpeed. ``batch``: also of
-    several streams, each row at its temperature.
+    """Compute the adapters' gradients in float64, in this process, without DeepSpeed. ``batch`` may have
+    several streams, and temperatures per row.
     """
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
     add_adapters(model, SETTINGS, seed=0)
@@ -80,7 +80,7 @@ def expected_gradients(model_dir, tensors, batch, loss_of=None):
 
 
 @pytest.mark.parametrize(("ranks", "stage", "micro_batch_tokens"), [(1, 0, 10_000), (2, 2, 40), (2, 3, 40)])
-def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
+def test_only_adapters_train_and_merged_weights_are_base_plus_their_product(
     forked_ranks, tiny_model, ranks, stage, micro_batch_tokens
 ):
     """After one update, so that neither A's nor B's gradient is 0."""
@@ -98,7 +98,7 @@ def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
     trained = sum(t.numel() for t in low_rank.values())
     base = base_weights(tiny_model)
     assert list(weights) == list(base)
-    assert trained <= elements <= trained * 1.01 + 64  # ZeRO pads what it cuts in parts
+    assert trained <= elements <= trained * 1.01 + 64  # ZeRO pads its partitions
     assert trained < 0.1 * sum(w.numel() for w in base.values())
     assert all(torch.equal(t, torch.zeros_like(t)) == (".lora_B." in n) for n, t in fresh.items())
 
@@ -124,8 +124,8 @@ def test_a_teacher_and_demonstrations_train_adapters_as_rewards_do(
     asyncio.run(group.ready())
     asyncio.run(group.update(group.stage([made_groups.batch(seed=1)])))
     low_rank = on_all(group, "adapters")[0]
-    own = [part for part in shard(batch, ranks // shared) for _ in range(shared)]
-    calls = [r.gradients_with.remote(part, STREAMS) for r, part in zip(group.ranks, own, strict=True)]
+    parts = [part for part in shard(batch, ranks // shared) for _ in range(shared)]
+    calls = [r.gradients_with.remote(part, STREAMS) for r, part in zip(group.ranks, parts, strict=True)]
     gradients, metrics = together(calls)[0]
     asyncio.run(group.shutdown())
     assert metrics["loss/teacher"] > 0 and metrics["loss/demonstrations"] > 0
@@ -134,26 +134,23 @@ def test_a_teacher_and_demonstrations_train_adapters_as_rewards_do(
 
 
 @pytest.mark.parametrize(("ranks", "stage", "shared"), [(2, 3, 1), (2, 2, 2), (2, 0, 1)])
-def test_the_base_gives_the_log_probs_and_likeliest_tokens_of_the_model_before_its_adapters(
+def test_the_base_gives_the_log_probs_and_top_k_tokens_of_the_model_before_its_adapters(
     forked_ranks, tiny_model, ranks, stage, shared
 ):
-    """After an update, in groups dealt over ranks, of which the last one has fewer."""
+    """After an update, with groups dealt over ranks; the last rank has fewer."""
     rng = np.random.default_rng(0)
     groups = [made_groups.group(i, rng) for i in range(3)]
-    asked = [(g.prompt, g.rollouts) for g in groups]
+    requests = [(g.prompt, g.rollouts) for g in groups]
     group = adapted(tiny_model, ranks=ranks, stage=stage, shared=shared, micro_batch_tokens=60)
     asyncio.run(group.ready())
     asyncio.run(group.update(group.stage([made_groups.batch(seed=1)])))
-    plain = asyncio.run(group.base_logprobs(asked))
-    found = asyncio.run(group.base_logprobs(asked, 3))
+    plain = asyncio.run(group.base_logprobs(requests))
+    with_top_k = asyncio.run(group.base_logprobs(requests, 3))
     asyncio.run(group.shutdown())
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    module, micro = (
-        TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8),
-        MicroBatches(999, None, 1, CPU),
-    )
-    expected = group_logprobs(module, asked, micro, top_k=3)
-    for taught, values, exact in zip(chain(*found), chain(*plain), chain(*expected), strict=True):
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
+    expected = group_logprobs(module, requests, MicroBatches(999, None, 1, CPU), top_k=3)
+    for taught, values, exact in zip(chain(*with_top_k), chain(*plain), chain(*expected), strict=True):
         np.testing.assert_allclose(values.sampled, exact.sampled, atol=2e-5)
         np.testing.assert_allclose(taught.sampled, exact.sampled, atol=2e-5)
         np.testing.assert_allclose(taught.top, exact.top, atol=2e-5)
@@ -191,14 +188,13 @@ def test_checkpoint_holds_the_adapters_and_resumes_exactly(forked_ranks, tiny_mo
 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert all(torch.equal(p.data, weights[name]) for name, p in merged.named_parameters())
-    apply_start_adapter = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), tmp_path / "model/adapter"
-    )
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    adapted_model = PeftModel.from_pretrained(base, tmp_path / "model/adapter")
     with torch.no_grad():
         ids = torch.arange(11, 43)[None]
-        assert torch.allclose(apply_start_adapter(ids).logits, merged(ids).logits, atol=1e-4)
-        with apply_start_adapter.disable_adapter():
-            assert not torch.allclose(apply_start_adapter(ids).logits, merged(ids).logits, atol=1e-1)
+        assert torch.allclose(adapted_model(ids).logits, merged(ids).logits, atol=1e-4)
+        with adapted_model.disable_adapter():
+            assert not torch.allclose(adapted_model(ids).logits, merged(ids).logits, atol=1e-1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -211,45 +207,39 @@ def test_an_adapter_is_continued_and_stays_the_reference(
     model_dir = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
     rng = np.random.default_rng(0)
     groups = [made_groups.group(i, rng) for i in range(2)]
-    asked = [(g.prompt, g.rollouts) for g in groups]
+    requests = [(g.prompt, g.rollouts) for g in groups]
 
     async def run(*, resumed):
         group = start(model_dir, worker=AdaptedWorker, lora=LORA, ranks=2, stage=stage, lr=1e-2)
         await group.ready()
-        (began, *_) = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
+        (initial, *_) = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
         if resumed:
             await group.load(tmp_path / "policy")
         else:
             await group.update(group.stage([made_groups.batch(seed=1)]))
             await group.save(tmp_path / "policy")
-        reference = await group.base_logprobs(asked)
+        reference = await group.base_logprobs(requests)
         (weights, *_) = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
         await group.export(tmp_path / f"model-{resumed}", tokenizer_dir=model_dir)
         await group.shutdown()
-        return began, weights, reference
+        return initial, weights, reference
 
-    began, weights, reference = asyncio.run(run(resumed=False))
-    began_again, resumed, reference_again = asyncio.run(run(resumed=True))
+    initial, weights, reference = asyncio.run(run(resumed=False))
+    initial_again, resumed, reference_again = asyncio.run(run(resumed=True))
     merged = start_model.merge_and_unload()
     for name, parameter in merged.named_parameters():
-        assert torch.allclose(began[name], parameter.data, atol=1e-6)
-        assert torch.equal(weights[name], resumed[name]) and torch.equal(began[name], began_again[name])
-    moved = [name for name in weights if not torch.equal(weights[name], began[name])]
+        assert torch.allclose(initial[name], parameter.data, atol=1e-6)
+        assert torch.equal(weights[name], resumed[name]) and torch.equal(initial[name], initial_again[name])
+    moved = [name for name in weights if not torch.equal(weights[name], initial[name])]
     assert len(moved) == 2 * 4
-    module, micro = (
-        TokenLogprobs(merged, temperature=TEMPERATURE, chunk_mib=8),
-        MicroBatches(999, None, 1, CPU),
-    )
-    expected = group_logprobs(module, asked, micro)
-    for values, again, exact in zip(
-        chain(*reference), chain(*reference_again), chain(*expected), strict=True
-    ):
+    module = TokenLogprobs(merged, temperature=TEMPERATURE, chunk_mib=8)
+    expected = group_logprobs(module, requests, MicroBatches(999, None, 1, CPU))
+    results = chain(*reference), chain(*reference_again), chain(*expected)
+    for values, again, exact in zip(*results, strict=True):
         np.testing.assert_allclose(values.sampled, exact.sampled, atol=2e-5)
         np.testing.assert_array_equal(values.sampled, again.sampled)
-    exported = PeftModel.from_pretrained(
-        loaded(tiny_model), tmp_path / "model-True/adapter"
-    ).merge_and_unload()
-    for name, parameter in exported.named_parameters():
+    exported = PeftModel.from_pretrained(loaded(tiny_model), tmp_path / "model-True/adapter")
+    for name, parameter in exported.merge_and_unload().named_parameters():
         assert torch.allclose(parameter.data, weights[name], atol=1e-6)
 
 

@@ -25,13 +25,17 @@ from tests.support.made_groups import shard
 from tests.support.numbers_by_hand import Tiny
 from tests.support.tiers import examples, one_each
 
+LOGPROBS = torch.tensor([[0.0, -1, -2, -3]])
+REFERENCE = LOGPROBS - torch.tensor([[0.0, 0.5, -1, 0]])
+KL = (0.1065307 + 0.7182818) / 3  # k3 of both
+
 
 def batch_of_one_row(**changes):
-    """Prompt of one token, completion of three."""
+    """Return a batch of one row: prompt of one token, completion of three."""
     fields = {
         "mask": torch.tensor([[False, True, True, True]]),
         "advantages": torch.tensor([[0.0, 2, 2, 2]]),
-        "rollout_logprobs": torch.tensor([[0.0, -1, -2, -3]]),
+        "rollout_logprobs": LOGPROBS,
         "max_tokens": 10,
     }
     return train_batch(**(fields | changes))
@@ -46,7 +50,7 @@ def loss_and_gradient(batch, settings, logprobs, entropy=None, **weights):
 
 def test_first_update_has_ratio_one_and_the_plain_policy_gradient():
     batch = batch_of_one_row()
-    loss, gradient, metrics = loss_and_gradient(batch, objective(), torch.tensor([[0.0, -1, -2, -3]]))
+    loss, gradient, metrics = loss_and_gradient(batch, objective(), LOGPROBS)
     assert loss == -2.0
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -2, -2, -2]]) / 3)
     assert metrics == {
@@ -59,7 +63,7 @@ def test_first_update_has_ratio_one_and_the_plain_policy_gradient():
 
 
 def test_later_updates_take_the_ratio_to_the_old_logprobs():
-    batch = batch_of_one_row(old_logprobs=torch.tensor([[0.0, -1, -2, -3]]))
+    batch = batch_of_one_row(old_logprobs=LOGPROBS)
     ratios = torch.tensor([[1.0, 1.1, 1.5, 0.5]])
     loss, gradient, metrics = loss_and_gradient(
         batch, objective(loss={"clip_high": 0.2}), batch.policy.old_logprobs + ratios.log()
@@ -70,22 +74,20 @@ def test_later_updates_take_the_ratio_to_the_old_logprobs():
     assert metrics["policy/ratio_mean"] == pytest.approx((1.1 + 1.5 + 0.5) / 3)
 
 
-def test_scalerl_weighs_tokens_by_their_ratio_to_the_engine_up_to_five():
-    """With the trainer's own old log-probs every ratio of its one update would be 1."""
+def test_scalerl_weights_tokens_by_their_ratio_to_the_engine_up_to_five():
+    """With the trainer's old log-probs every ratio of its one update would be 1."""
     tree = read_tree(PRESETS / "scalerl.yaml")
     algorithm = AlgorithmConfig.model_validate(OmegaConf.to_container(tree.algorithm))
-    engine = torch.tensor([[0.0, -1, -2, -3]])
-    batch = batch_of_one_row(
-        rollout_logprobs=engine, old_logprobs=engine, prompt_tokens=torch.tensor([3]), sizes={"prompts": 1.0}
-    )
+    prompts = {"prompt_tokens": torch.tensor([3]), "sizes": {"prompts": 1.0}}
+    batch = batch_of_one_row(old_logprobs=LOGPROBS, **prompts)
     ratios = torch.tensor([[1.0, 2, 4, 8]])
-    _, gradient, _ = loss_and_gradient(batch, Objective(algorithm), engine + ratios.log())
+    _, gradient, _ = loss_and_gradient(batch, Objective(algorithm), LOGPROBS + ratios.log())
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -2 * 2, -2 * 4, -2 * 5]]) / 3)
 
 
 def test_flash_reinforce_is_its_papers_objective():
-    """-1/B sum_i m_i A_i / T_i sum_t (pi / mu) log pi, without bounds of the ratio and over all B and T_i.
-    The third sequence has left the trust region: a mean binary KL above 0.003.
+    """-1/B sum_i m_i A_i / T_i sum_t (pi / mu) log pi, with unbounded ratios, over all B and T_i. The third
+    sequence has left the trust region: a mean binary KL above 0.003.
     """
     tree = read_tree(PRESETS / "flash_reinforce.yaml")
     algorithm = AlgorithmConfig.model_validate(OmegaConf.to_container(tree.algorithm))
@@ -111,25 +113,22 @@ def test_flash_reinforce_is_its_papers_objective():
             expected[i, t] = 0 if left[-1] else -q / p * advantages[i] / len(now) / 3
             total += float(expected[i, t])
     assert left == [False, False, True]
-    torch.testing.assert_close(gradient, expected)  # the third token of the first has a ratio of 10
+    torch.testing.assert_close(gradient, expected)  # the third token of the first row has a ratio of 10
     assert loss == pytest.approx(total) and metrics["correction/rejected_share"] == pytest.approx(2 / 6)
 
 
 def test_importance_weights_multiply_the_policy_loss_and_never_the_kl_term():
-    logprobs = torch.tensor([[0.0, -1, -2, -3]])
-    rollout = logprobs - torch.tensor([[0.0, math.log(1.5), math.log(4), math.log(0.5)]])
-    reference = logprobs - torch.tensor([[0.0, 0.5, -1, 0]])
-    batch = batch_of_one_row(rollout_logprobs=rollout, ref_logprobs=reference)
+    rollout = LOGPROBS - torch.tensor([[0.0, math.log(1.5), math.log(4), math.log(0.5)]])
+    batch = batch_of_one_row(rollout_logprobs=rollout, ref_logprobs=REFERENCE)
     settings = objective(kl={"coef": 0.1}, correction={"kind": "tis", "high": 2.0})
-    loss, gradient, metrics = loss_and_gradient(batch, settings, logprobs)
-    kl = (0.1065307 + 0.7182818) / 3
+    loss, gradient, metrics = loss_and_gradient(batch, settings, LOGPROBS)
     policy = -2 * (1.5 + 2.0 + 0.5) / 3
-    assert loss == pytest.approx(policy + 0.1 * kl, rel=1e-6)
+    assert loss == pytest.approx(policy + 0.1 * KL, rel=1e-6)
     slopes = [1 - math.exp(-d) for d in (0.5, -1, 0)]
     expected = [-2 * w + 0.1 * s for w, s in zip((1.5, 2.0, 0.5), slopes, strict=True)]
     torch.testing.assert_close(gradient, torch.tensor([[0.0, *expected]]) / 3)
-    assert metrics["ref/kl"] == pytest.approx(kl, rel=1e-6)
-    assert metrics["loss/kl"] == pytest.approx(0.1 * kl, rel=1e-6)
+    assert metrics["ref/kl"] == pytest.approx(KL, rel=1e-6)
+    assert metrics["loss/kl"] == pytest.approx(0.1 * KL, rel=1e-6)
     assert metrics["loss/policy"] == pytest.approx(policy, rel=1e-6)
     assert metrics["correction/weight_mean"] == pytest.approx((1.5 + 4 + 0.5) / 3, rel=1e-6)
     assert metrics["correction/weight_max"] == pytest.approx(4, rel=1e-6)
@@ -141,7 +140,7 @@ def test_importance_weights_multiply_the_policy_loss_and_never_the_kl_term():
 def test_the_mismatch_is_measured_without_a_correction_and_entropy_is_a_mean_over_trained_tokens():
     batch = batch_of_one_row(rollout_logprobs=torch.tensor([[9.0, -1, -2, -2.5]]))
     entropy = torch.tensor([[9.0, 1, 2, 6]])
-    _, _, metrics = loss_and_gradient(batch, objective(), torch.tensor([[0.0, -1, -2, -3]]), entropy)
+    _, _, metrics = loss_and_gradient(batch, objective(), LOGPROBS, entropy)
     assert metrics["mismatch/logprob_diff_max"] == 0.5
     assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(0.5 / 3)
     assert metrics["mismatch/kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 3)
@@ -162,20 +161,16 @@ def test_the_kl_term_is_aggregated_like_the_policy_loss(mode):
 
 
 def test_the_kl_weight_of_the_update_applies_if_there_is_a_kl_term():
-    logprobs = torch.tensor([[0.0, -1, -2, -3]])
-    reference = logprobs - torch.tensor([[0.0, 0.5, -1, 0]])
-    kl = (0.1065307 + 0.7182818) / 3
     for how, expected in ((objective(kl={"coef": 0.1}), 0.3), (objective(kl={"coef": 0.0}), 0.0)):
-        batch = batch_of_one_row(ref_logprobs=reference)
-        loss, _, metrics = loss_and_gradient(batch, how, logprobs, kl_coef=0.3)
-        assert loss == pytest.approx(-2 + expected * kl, rel=1e-6)
-        assert metrics["ref/kl"] == pytest.approx(kl, rel=1e-6)
+        batch = batch_of_one_row(ref_logprobs=REFERENCE)
+        loss, _, metrics = loss_and_gradient(batch, how, LOGPROBS, kl_coef=0.3)
+        assert loss == pytest.approx(-2 + expected * KL, rel=1e-6)
+        assert metrics["ref/kl"] == pytest.approx(KL, rel=1e-6)
 
 
 def test_the_entropy_bonus_is_subtracted_with_its_gradient():
-    logprobs = torch.tensor([[0.0, -1, -2, -3]])
     entropy = torch.tensor([[9.0, 1, 2, 6]], requires_grad=True)
-    loss, stats = batch_loss(logprobs, batch_of_one_row(), objective(entropy={"coef": 0.1}), entropy=entropy)
+    loss, stats = batch_loss(LOGPROBS, batch_of_one_row(), objective(entropy={"coef": 0.1}), entropy=entropy)
     loss.backward()
     assert loss.item() == pytest.approx(-2 - 0.1 * 3)
     torch.testing.assert_close(entropy.grad, torch.tensor([[0.0, -0.1, -0.1, -0.1]]) / 3)
@@ -183,11 +178,10 @@ def test_the_entropy_bonus_is_subtracted_with_its_gradient():
 
 
 def test_tokens_outside_the_policy_mask_lose_only_their_policy_loss():
-    logprobs = torch.tensor([[0.0, -1, -2, -3]])
     kept = torch.tensor([[False, False, True, True]])
-    batch = change(batch_of_one_row(ref_logprobs=logprobs - 1), choice={"kept": kept})
+    batch = change(batch_of_one_row(ref_logprobs=LOGPROBS - 1), choice={"kept": kept})
     settings = objective(kl={"coef": 0.5, "estimator": "k1"})
-    loss, gradient, _ = loss_and_gradient(batch, settings, logprobs)
+    loss, gradient, _ = loss_and_gradient(batch, settings, LOGPROBS)
     assert loss == pytest.approx(-4 / 3 + 0.5)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.5, -1.5, -1.5]]) / 3)
 
@@ -196,13 +190,12 @@ def test_with_ratios_to_the_engine_the_mismatch_still_compares_with_the_trainer(
     rollout = torch.tensor([[0.0, -1, -2, -2.5]])
     batch = batch_of_one_row(rollout_logprobs=rollout, old_logprobs=rollout)
     settings = objective(correction="bypass")
-    _, _, metrics = loss_and_gradient(batch, settings, torch.tensor([[0.0, -1, -2, -3]]))
+    _, _, metrics = loss_and_gradient(batch, settings, LOGPROBS)
     assert metrics["mismatch/logprob_diff_max"] == 0.5
     assert metrics["policy/ratio_mean"] == pytest.approx((2 + math.exp(-0.5)) / 3)
     weights = [1.0, 1.0, math.exp(-0.5)]
-    assert metrics["mismatch/ess_share"] == pytest.approx(
-        sum(weights) ** 2 / (3 * sum(w * w for w in weights))
-    )
+    share = sum(weights) ** 2 / (3 * sum(w * w for w in weights))
+    assert metrics["mismatch/ess_share"] == pytest.approx(share)
 
 
 # --- the same gradient for every split
@@ -210,7 +203,7 @@ def test_with_ratios_to_the_engine_the_mismatch_still_compares_with_the_trainer(
 
 @pytest.fixture(scope="module")
 def whole():
-    """16 rows, one of them unscored."""
+    """Return 16 rows, one of them unscored."""
     rng = np.random.default_rng(5)
     groups = [made_groups.group(i, rng) for i in range(4)]
     rewards = groups[1].rewards.copy()
@@ -225,7 +218,7 @@ def whole():
 
 @pytest.fixture(scope="module")
 def episodes():
-    """Rows with given tokens between sampled ones, several of some samples."""
+    """Return rows with observed tokens between sampled ones; some samples have several rows."""
     batch = made_groups.episode_batch(groups=4, rewritten=0.4)
     assert len(batch) > 16 == batch.denominators.sequences
     return with_old(batch, np.random.default_rng(6))
@@ -281,7 +274,7 @@ DTYPES = [torch.float64, torch.float32]
 
 
 def by_segment(how):
-    """Given tokens are what ends a segment."""
+    """Return whether ``how`` depends on segments, which observed tokens end."""
     correction = how.algorithm.correction
     by_level = getattr(correction, "level", None) == "segment" or how.algorithm.loss.name == "gspo_segment"
     return by_level or any(r.rule.startswith("segment") for r in correction.reject)
@@ -295,14 +288,14 @@ def named(how):
 
 @st.composite
 def splits(draw, rows):
-    """Draw the rows of each part: any order, any cuts."""
+    """Draw the rows of each part, in any order, with any cuts."""
     order = draw(st.permutations(range(rows)))
     cuts = draw(st.sets(st.integers(1, rows - 1)))
     return [list(order[a:b]) for a, b in pairwise([0, *sorted(cuts), rows])]
 
 
 def check_split(whole, dtype, how, split):
-    """The data are float32, even if the model is float64."""
+    """Compare the parts with the whole. The data are float32 even if the model is float64."""
     tolerance = 1e-6 if dtype == torch.float64 else 1e-5
     model = Tiny(dtype)
     expected, metrics = model.gradient([whole], how)
@@ -316,8 +309,7 @@ def check_split(whole, dtype, how, split):
 @given(data=st.data(), of=st.sampled_from(["completions", "episodes"]), dtype=st.sampled_from(DTYPES))
 def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, policy_loss, data):
     """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5
-    in float32. Two combinations of a loss, each with its rows and dtype, the same every time; `make test-all`
-    has 30.
+    in float32. Two fixed combinations per loss, with rows and dtype; `make test-all` has 30.
     """
     how = data.draw(st.sampled_from([c for c in COMBINATIONS if c.algorithm.loss.name == policy_loss]))
     check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))
@@ -326,8 +318,8 @@ def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, po
 @pytest.mark.parametrize(
     "how", [c for c in COMBINATIONS if not by_segment(c)], ids=lambda how: "-".join(named(how))
 )
-def test_given_tokens_count_for_no_more_than_tokens_that_are_not_there(episodes, how):
-    """Without them loss, gradient and metrics are the same to the last digits, for every combination."""
+def test_observed_tokens_count_for_nothing(episodes, how):
+    """Without them loss, gradient and metrics agree to the last digits, for every combination."""
     noise, entropy = torch.rand(2, *episodes.tokens.shape, dtype=torch.float64)
     logprobs = torch.where(episodes.policy.mask, episodes.policy.old_logprobs + noise - 0.5, math.nan)
     order = (~episodes.policy.mask).to(torch.uint8).argsort(dim=1, stable=True)  # sampled tokens first
@@ -338,17 +330,16 @@ def test_given_tokens_count_for_no_more_than_tokens_that_are_not_there(episodes,
 
     short = episodes.map_tensors(lambda values: compact(values) if values.ndim > 1 else values)
     loss, gradient, metrics = loss_and_gradient(episodes, how, logprobs, entropy)
-    own, same, metrics_of_short = loss_and_gradient(short, how, compact(logprobs), compact(entropy))
-    assert own == pytest.approx(loss, rel=1e-12)
+    total, same, metrics_of_short = loss_and_gradient(short, how, compact(logprobs), compact(entropy))
+    assert total == pytest.approx(loss, rel=1e-12)
     assert gradient[episodes.policy.mask].any() and not gradient[~episodes.policy.mask].any()
-    torch.testing.assert_close(
-        same[short.policy.mask], gradient[episodes.policy.mask], rtol=1e-12, atol=1e-15
-    )
+    expected = gradient[episodes.policy.mask]
+    torch.testing.assert_close(same[short.policy.mask], expected, rtol=1e-12, atol=1e-15)
     assert metrics_of_short == pytest.approx(metrics, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("of", ["completions", "episodes"])
-def test_tokens_behind_the_end_of_a_row_change_nothing(batches, of):
+def test_padding_after_the_end_of_a_row_changes_nothing(batches, of):
     batch, how = batches[of], COMBINATIONS[0]
     behind = torch.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
     other = replace(batch, tokens=torch.where(behind, 77, batch.tokens))
@@ -359,7 +350,7 @@ def test_tokens_behind_the_end_of_a_row_change_nothing(batches, of):
 
 @st.composite
 def made_up_batches(draw):
-    """Any shape; rows of any length, some with nothing to train; log-ratios of up to 20 nats."""
+    """Draw a batch of any shape: rows of any length, some with nothing to train, log-ratios up to 20 nats."""
     rows, width = draw(st.integers(1, 6)), draw(st.integers(2, 9))
     lengths = torch.tensor(draw(st.lists(st.integers(0, width - 1), min_size=rows, max_size=rows)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -382,9 +373,9 @@ def made_up_batches(draw):
 
 
 @settings(max_examples=examples(40, 200))
-@given(made=made_up_batches(), how=st.sampled_from(COMBINATIONS), data=st.data())
-def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
-    batch, logprobs = made
+@given(drawn=made_up_batches(), how=st.sampled_from(COMBINATIONS), data=st.data())
+def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(drawn, how, data):
+    batch, logprobs = drawn
     entropy = torch.full_like(logprobs, 0.5)
     loss, gradient, metrics = loss_and_gradient(batch, how, logprobs, entropy)
     assert math.isfinite(loss) and gradient.isfinite().all() and not gradient[~batch.policy.mask].any()
@@ -394,9 +385,9 @@ def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
     total, parts = 0.0, torch.zeros_like(gradient)
     for rows in (list(order[:cut]), list(order[cut:])):
         if rows:
-            own, own_gradient, _ = loss_and_gradient(batch.select(rows), how, logprobs[rows], entropy[rows])
-            total += own
-            parts[rows] = own_gradient
+            value, part, _ = loss_and_gradient(batch.select(rows), how, logprobs[rows], entropy[rows])
+            total += value
+            parts[rows] = part
     assert total == pytest.approx(loss, rel=1e-9, abs=1e-12)
     torch.testing.assert_close(parts, gradient, rtol=1e-9, atol=1e-12)
 
@@ -433,38 +424,34 @@ def test_an_unscored_row_contributes_nothing(whole, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["none", "tis", "mis", "icepop"])
 def test_a_step_with_nothing_to_train_has_loss_and_gradient_zero(mode, kind):
-    batch = made_groups.batch()
-    batch = nothing_trained(batch)
-    settings = objective(
-        kl={"coef": 0.1}, correction=choose("correction", kind, level="sequence"), aggregation=mode
-    )
+    batch = nothing_trained(made_groups.batch())
+    correction = choose("correction", kind, level="sequence")
+    settings = objective(kl={"coef": 0.1}, correction=correction, aggregation=mode)
     loss, gradient, metrics = loss_and_gradient(batch, settings, torch.randn(batch.tokens.shape))
     assert loss == 0.0 and not gradient.any()
-    assert metrics == {"loss/total": 0.0}  # there is nothing to take a mean of
+    assert metrics == {"loss/total": 0.0}  # no token for any mean
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("of", ["completions", "episodes"])
 def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient_nor_metrics(batches, of, garbage):
     whole = batches[of]
-    settings = objective(
-        loss={"dual_clip": 3.0}, kl={"coef": 0.1}, correction={"kind": "tis", "level": "sequence"}
-    )
+    correction = {"kind": "tis", "level": "sequence"}
+    settings = objective(loss={"dual_clip": 3.0}, kl={"coef": 0.1}, correction=correction)
     mask = whole.policy.mask
     logprobs, entropy = torch.randn(mask.shape), torch.rand(mask.shape)
     clean = loss_and_gradient(whole, settings, logprobs, entropy)
     names = ("advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs")
     stream = {name: torch.where(mask, getattr(whole.policy, name), garbage) for name in names}
     spoilt = change(whole, policy=stream)
-    dirty = loss_and_gradient(
-        spoilt, settings, torch.where(mask, logprobs, garbage), torch.where(mask, entropy, garbage)
-    )
+    logprobs, entropy = (torch.where(mask, values, garbage) for values in (logprobs, entropy))
+    dirty = loss_and_gradient(spoilt, settings, logprobs, entropy)
     assert dirty[0] == clean[0] and dirty[2] == clean[2]
     assert torch.equal(dirty[1], clean[1]) and not dirty[1][~mask].any()
 
 
-def test_each_update_of_a_step_is_divided_by_its_own_size(whole):
-    """Two updates of whole groups: the loss of each is that of a step made of its groups alone."""
+def test_each_update_of_a_step_is_divided_by_its_size(whole):
+    """Two updates of whole groups: the loss of each equals a step of only its groups."""
     parts = split_updates(whole, num_groups=4, num_updates=2)
     model = Tiny(torch.float64)
     for part, rows in zip(parts, (range(8), range(8, 16)), strict=True):
@@ -487,7 +474,7 @@ def test_statistics_of_disjoint_rows_add_up_except_maxima():
 CROSS_ENTROPY = objective(supervised=True)
 
 
-def test_cross_entropy_is_the_mean_of_minus_log_p_and_ignores_all_that_sampling_adds():
+def test_cross_entropy_is_the_mean_of_minus_log_p_and_ignores_advantages_and_engine():
     batch = batch_of_one_row(advantages=torch.full((1, 4), 7.0), rollout_logprobs=torch.full((1, 4), -9.0))
     entropy = torch.tensor([[5.0, 1, 2, 3]])
     loss, gradient, metrics = loss_and_gradient(
@@ -498,15 +485,15 @@ def test_cross_entropy_is_the_mean_of_minus_log_p_and_ignores_all_that_sampling_
     assert metrics == {"loss/total": 2.5, "policy/entropy": 2.0}
 
 
-def test_cross_entropy_of_parts_adds_up_to_that_of_the_whole_and_is_0_without_tokens():
+def test_cross_entropy_of_parts_adds_up_to_the_whole_and_is_0_without_tokens():
     batch = made_groups.batch(reference=False)
     logprobs = -torch.rand(batch.tokens.shape, dtype=torch.float64)
     whole, _, metrics = loss_and_gradient(batch, CROSS_ENTROPY, logprobs)
     total, stats = 0.0, None
     for rows in (list(range(5)), list(range(5, len(batch)))):
         part = batch.select(rows)
-        own, found = batch_loss(logprobs[rows, : part.tokens.shape[1]], part, CROSS_ENTROPY)
-        total, stats = total + own.item(), found if stats is None else add_stats(stats, found)
+        value, more = batch_loss(logprobs[rows, : part.tokens.shape[1]], part, CROSS_ENTROPY)
+        total, stats = total + value.item(), more if stats is None else add_stats(stats, more)
     assert total == pytest.approx(whole, rel=1e-12)
     assert finish_stats(stats)["loss/total"] == pytest.approx(metrics["loss/total"], rel=1e-12)
     nothing = nothing_trained(batch)

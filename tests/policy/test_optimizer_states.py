@@ -1,4 +1,4 @@
-"""The optimiser in 8 bits: bitsandbytes' own, with the settings of the run."""
+"""The 8-bit optimiser: bitsandbytes' AdamW8bit, with the settings of the run."""
 
 import importlib.util
 import sys
@@ -17,13 +17,13 @@ from tests.support import fakes
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """Stands for bitsandbytes' optimiser."""
+    """Stand-in for bitsandbytes' optimiser."""
 
     def __init__(self, parameters, **settings):
         super().__init__(parameters, settings)
 
 
-def test_an_optimiser_in_8_bits_is_that_of_bitsandbytes_and_is_never_resharded(monkeypatch):
+def test_the_8_bit_optimiser_is_that_of_bitsandbytes_and_is_never_resharded(monkeypatch):
     class Engine:
         def __init__(self, optimizer):
             self.optimizer = optimizer
@@ -31,11 +31,11 @@ def test_an_optimiser_in_8_bits_is_that_of_bitsandbytes_and_is_never_resharded(m
         def train(self):
             return None
 
-    made = SimpleNamespace(
+    package = SimpleNamespace(
         initialize=lambda *, optimizer, **_: (Engine(optimizer),),
         utils=SimpleNamespace(logger=SimpleNamespace(setLevel=lambda level: None)),
     )
-    monkeypatch.setitem(sys.modules, "deepspeed", made)
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", SimpleNamespace(AdamW8bit=AdamW8bit))
     monkeypatch.setattr(deepspeed_engine, "dist", SimpleNamespace(get_world_size=lambda: 2))
@@ -45,15 +45,15 @@ def test_an_optimiser_in_8_bits_is_that_of_bitsandbytes_and_is_never_resharded(m
     torch.nn.Module.__init__(module)
     module.add_module("layer", torch.nn.Linear(3, 2))
     engine = deepspeed_engine.initialize(module, policy, {})
-    given = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
-    assert engine.optimizer.defaults == given == {k: engine.optimizer.param_groups[0][k] for k in given}
+    expected = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+    assert engine.optimizer.defaults == expected == {k: engine.optimizer.param_groups[0][k] for k in expected}
     saved = SavedPolicy.__new__(SavedPolicy)
     saved._directory, saved.sharding = Path("state"), Sharding(2, 0, "none", "none")
     with pytest.raises(ValueError, match="averages of adamw_8bit cannot be resharded"):
         reshard(saved, engine, Sharding(1, 0, "none", "none"))
 
 
-def test_an_optimiser_in_8_bits_is_refused_without_its_package(monkeypatch):
+def test_the_8_bit_optimiser_is_refused_without_its_package(monkeypatch):
     assert importlib.util.find_spec("bitsandbytes") is None
     config = fakes.config(policy={"optimizer": {"name": "adamw_8bit"}})
     (problem,) = setting_problems(config, "cpu")

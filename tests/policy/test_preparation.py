@@ -1,4 +1,4 @@
-"""Choices over all tokens of an update are the same however many ranks have its rows."""
+"""Selections over all tokens of an update are the same for any number of ranks."""
 
 import multiprocessing
 
@@ -29,64 +29,60 @@ HOW = {
 
 @pytest.fixture(scope="module")
 def batch():
-    """Rows with gaps in their masks. A row's log-probs are its engine's, moved by what its id says."""
+    """Return rows with gaps in their masks."""
     return made_groups.episode_batch(groups=5, rewritten=0.4)
 
 
 def logprobs_of(batch):
+    """Return the engine's log-probs, moved by a function of the row id."""
     moved = 0.3 * torch.sin(7.0 * batch.row_ids[:, None] + torch.arange(batch.tokens.shape[1]))
     return batch.policy.rollout_logprobs + moved, torch.zeros(batch.tokens.shape)
 
 
-def prepared(rank, world, own, reports, store, results):
-    """Run in a process of its own."""
+def prepare(rank, world, rows, reports, store, results):
+    """Run as one rank, in a separate process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     preparation = Preparation(logprobs_of, torch.device("cpu"), reports)
-    found = {}
+    choices = {}
     for name, how in HOW.items():
         algorithm = how.algorithm
-        known = preparation.prepare_step(own, algorithm, moves=True)
-        mean_weight = preparation.prepare_update(known, algorithm, number=5).choice.mean_weight
-        known = change(known, policy={"old_logprobs": own.policy.rollout_logprobs})
-        ready = preparation.prepare_update(known, algorithm, number=5)
-        rows = {} if ready.choice.selected is None else by_row(ready)
-        found[name] = mean_weight, rows
-    results.put((rank, found))
+        step = preparation.prepare_step(rows, algorithm, moves=True)
+        mean_weight = preparation.prepare_update(step, algorithm, number=5).choice.mean_weight
+        step = change(step, policy={"old_logprobs": rows.policy.rollout_logprobs})
+        ready = preparation.prepare_update(step, algorithm, number=5)
+        choices[name] = mean_weight, {} if ready.choice.selected is None else by_row(ready)
+    results.put((rank, choices))
     dist.destroy_process_group()
 
 
 def by_row(batch):
     return {
-        int(row): np.flatnonzero(own).tolist()
-        for row, own in zip(batch.row_ids, batch.choice.selected, strict=True)
+        int(row): np.flatnonzero(selected).tolist()
+        for row, selected in zip(batch.row_ids, batch.choice.selected, strict=True)
     }
 
 
 def on_ranks(parts, path, *, shared=False):
-    """Return means and selected tokens of rows ``parts``, one process each. ``shared``: all have the same."""
+    """Return means and selected tokens of ``parts``, one process each. ``shared``: all have the same rows."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    processes = [
-        context.Process(
-            target=prepared,
-            args=(i, len(parts), part, not shared or i == 0, path / "store", results),
-            daemon=True,
-        )
-        for i, part in enumerate(parts)
+    arguments = [
+        (i, len(parts), part, not shared or i == 0, path / "store", results) for i, part in enumerate(parts)
     ]
+    processes = [context.Process(target=prepare, args=args, daemon=True) for args in arguments]
     for process in processes:
         process.start()
-    found = [results.get(timeout=HANG_S) for _ in processes]
+    answers = [results.get(timeout=HANG_S) for _ in processes]
     for process in processes:
         process.join(timeout=HANG_S)
-    return [own for _, own in sorted(found, key=lambda pair: pair[0])]
+    return [choices for _, choices in sorted(answers, key=lambda pair: pair[0])]
 
 
 @pytest.fixture(scope="module")
 def whole(batch, tmp_path_factory):
-    (own,) = on_ranks([batch], tmp_path_factory.mktemp("one"))
-    return own
+    (choices,) = on_ranks([batch], tmp_path_factory.mktemp("one"))
+    return choices
 
 
 def test_the_chosen_tokens_and_the_mean_weight_are_those_of_their_definition(batch, whole):
@@ -100,13 +96,9 @@ def test_the_chosen_tokens_and_the_mean_weight_are_those_of_their_definition(bat
     highest = products >= products[mask].sort(descending=True).values[count - 1]
     assert whole["kl_cov"][1] == {i: np.flatnonzero(highest[i]).tolist() for i in range(len(batch))}
     ratio = (logprobs - batch.policy.rollout_logprobs).exp()
-    clipped = ((batch.policy.advantages < 0) & (ratio < 0.8)) | (
-        (batch.policy.advantages > 0) & (ratio > 1.2)
-    )
-    for name, low, high, most in (
-        ("share", 0.0, 1.0, batch.denominators.tokens),
-        ("clip_cov", -0.5, 2.0, count),
-    ):
+    advantages, tokens = batch.policy.advantages, batch.denominators.tokens
+    clipped = ((advantages < 0) & (ratio < 0.8)) | ((advantages > 0) & (ratio > 1.2))
+    for name, low, high, most in (("share", 0.0, 1.0, tokens), ("clip_cov", -0.5, 2.0, count)):
         among = mask & (products > low) & (products < high) & ~clipped
         chosen = [(row, column) for row, columns in whole[name][1].items() for column in columns]
         assert len(chosen) == min(most, int(among.sum())) > 0 and all(among[at] for at in chosen)
@@ -123,12 +115,13 @@ def test_the_chosen_tokens_and_the_mean_weight_are_those_of_their_definition(bat
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_choose_as_one_that_has_all_rows(batch, whole, tmp_path, ranks):
-    found = on_ranks(shard(batch, ranks), tmp_path)
+    by_rank = on_ranks(shard(batch, ranks), tmp_path)
     for name, (mean, rows) in whole.items():
-        assert {row: columns for own in found for row, columns in own[name][1].items()} == rows
-        assert [own[name][0] for own in found] == pytest.approx([mean] * ranks, rel=1e-12)
+        assert {row: columns for rank in by_rank for row, columns in rank[name][1].items()} == rows
+        assert [rank[name][0] for rank in by_rank] == pytest.approx([mean] * ranks, rel=1e-12)
 
 
 def test_ranks_that_share_their_rows_count_them_once(batch, whole, tmp_path):
-    for own in on_ranks([batch, batch], tmp_path, shared=True):
-        assert own == {name: (pytest.approx(mean, rel=1e-12), rows) for name, (mean, rows) in whole.items()}
+    for choices in on_ranks([batch, batch], tmp_path, shared=True):
+        expected = {name: (pytest.approx(mean, rel=1e-12), rows) for name, (mean, rows) in whole.items()}
+        assert choices == expected

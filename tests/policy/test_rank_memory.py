@@ -1,4 +1,4 @@
-"""What a rank holds on its device: found wherever it is, and moved in two steps."""
+"""The device memory of a rank: all tensors are found, and moved in two steps."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ def bytes_held(*tensors):
 def test_tensors_are_found_in_nested_containers_once():
     a, b, c = (torch.zeros(1) for _ in range(3))
     b.grad = c
-    held = {"list": [a, {"inner": (b,)}], "number": 1, "again": a}
-    held["itself"] = held
-    assert [id(t) for t in tensors_in(held)] == [id(a), id(b), id(c)]
+    container = {"list": [a, {"inner": (b,)}], "number": 1, "again": a}
+    container["itself"] = container
+    assert [id(t) for t in tensors_in(container)] == [id(a), id(b), id(c)]
 
 
-def test_the_weights_can_stay_while_all_else_leaves():
+def test_the_weights_can_stay_while_everything_else_is_offloaded():
     """Without DeepSpeed: a torch optimizer, and frozen weights next to trained ones."""
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     module[0].requires_grad_(False)
@@ -32,9 +32,8 @@ def test_the_weights_can_stay_while_all_else_leaves():
     optimizer.step()
     engine = type("Engine", (), {"module": module, "optimizer": optimizer})()
     memory, weights = RankMemory(engine, CPU), list(module.parameters())
-    state = [t for s in optimizer.state.values() for t in s.values()] + [
-        p.grad for p in module[1].parameters()
-    ]
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    state += [p.grad for p in module[1].parameters()]
     before = [t.detach().clone() for t in weights + state]
     memory.offload(keep_weights=True)
     assert bytes_held(*state) == 0 and all(bytes_held(p) for p in weights)
@@ -50,20 +49,20 @@ def test_the_cache_is_emptied_after_the_memory_is_free_and_while_the_weights_sta
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     engine = type("Engine", (), {"module": module, "optimizer": optimizer})()
-    seen = []
+    held = []
     moments = [s["exp_avg"] for s in optimizer.state.values()]
     monkeypatch.setattr(
-        rank_memory, "release_cache", lambda _: seen.append((bytes_held(*moments), bytes_held(module.weight)))
+        rank_memory, "release_cache", lambda _: held.append((bytes_held(*moments), bytes_held(module.weight)))
     )
     memory = RankMemory(engine, CPU)
     memory.offload(keep_weights=True)
     memory.offload()
-    assert seen == [(0, 16), (0, 0)]
+    assert held == [(0, 16), (0, 0)]
 
 
-def test_a_frozen_weight_that_zero3_gathers_again_comes_back_as_it_is():
-    """ZeRO-3 keeps small parameters whole. After a push or a checkpoint it gathers them again, one perhaps
-    where another was.
+def test_a_frozen_weight_that_zero3_gathers_again_comes_back_unchanged():
+    """ZeRO-3 keeps small parameters whole. After a push or a checkpoint it gathers them again, perhaps at
+    the address of another parameter.
     """
     norms = torch.nn.ParameterList(torch.full((4,), float(i)) for i in range(8)).requires_grad_(False)
     for norm in norms:

@@ -1,4 +1,4 @@
-"""Router replay: tokens take the experts that they are given, however rows are laid out."""
+"""Router replay: tokens take the recorded experts, in any layout of the rows."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,9 +23,8 @@ KINDS = sorted(EXPERT_SHAPES)
 
 
 def load(model_dir, *, replays=True, **how):
-    model = load_causal_lm(
-        str(model_dir), **{"dtype": torch.float32, "attention": "auto", "trust_remote_code": False} | how
-    )
+    settings = {"dtype": torch.float32, "attention": "auto", "trust_remote_code": False}
+    model = load_causal_lm(str(model_dir), **settings | how)
     if replays:
         replay_routes(model, str(model_dir))
     return model.train()
@@ -45,7 +44,7 @@ def both(model, layout):
     return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]).double()
 
 
-def own_routes(model, batch):
+def chosen_routes(model, batch):
     """Return the routes of each row of ``batch``, uint8 [T - 1, 2, 2], as ``model`` chooses them."""
     chosen = []
     hooks = [
@@ -56,10 +55,10 @@ def own_routes(model, batch):
         model.get_decoder()(input_ids=batch.tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
-    experts = torch.stack([own.view(*batch.tokens.shape, -1) for own in chosen], 2)
+    experts = torch.stack([layer.view(*batch.tokens.shape, -1) for layer in chosen], 2)
     return tuple(
-        HeldRoutes(own[: length - 1].numpy().astype(np.uint8))
-        for own, length in zip(experts, batch.lengths.tolist(), strict=True)
+        HeldRoutes(row[: length - 1].numpy().astype(np.uint8))
+        for row, length in zip(experts, batch.lengths.tolist(), strict=True)
     )
 
 
@@ -67,25 +66,23 @@ def other_routes(batch, seed=0):
     """Return random routes, the same for the prompt of every row of a group."""
     rng = np.random.default_rng(seed)
     of_prompts = rng.permuted(np.tile(np.arange(4), (3, 40, 2, 1)), axis=3)[..., :2].astype(np.uint8)
-    made = []
-    for group, prompt, length in zip(
-        batch.group_ids.tolist(), batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True
-    ):
-        own = rng.permuted(np.tile(np.arange(4), (length - 1, 2, 1)), axis=2)[..., :2].astype(np.uint8)
-        own[:prompt] = of_prompts[group, :prompt]
-        made.append(HeldRoutes(own))
-    return tuple(made)
+    routes, columns = [], (batch.group_ids, batch.prompt_lengths, batch.lengths)
+    for group, prompt, length in zip(*(column.tolist() for column in columns), strict=True):
+        experts = rng.permuted(np.tile(np.arange(4), (length - 1, 2, 1)), axis=2)[..., :2].astype(np.uint8)
+        experts[:prompt] = of_prompts[group, :prompt]
+        routes.append(HeldRoutes(experts))
+    return tuple(routes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_models_own_routes_change_no_bit(tmp_path, kind, packing):
+def test_routes_that_the_model_chose_change_no_bit(tmp_path, kind, packing):
     model_dir, batch = expert_model(tmp_path, kind), made_groups.batch()
     plain, replaying = (load(model_dir, packing=packing, replays=replays) for replays in (False, True))
-    own = replace(batch, routes=own_routes(load(model_dir, replays=False), batch))
+    recorded = replace(batch, routes=chosen_routes(load(model_dir, replays=False), batch))
     expected = both(plain, layout_of(batch, packing=packing))
-    for asked in (own, batch):  # without routes the model chooses
-        values, gradient = both(replaying, layout_of(asked, packing=packing))
+    for rows in (recorded, batch):  # without routes the model chooses
+        values, gradient = both(replaying, layout_of(rows, packing=packing))
         assert torch.equal(values, expected[0])
         assert torch.equal(gradient, expected[1])
 
@@ -114,43 +111,43 @@ def plain_forward(mlp, experts, x):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_routes_give_the_numbers_of_the_definition(tmp_path, kind):
-    """Log-probs and gradients, that of the router included, in float64 token by token."""
+    """Log-probs and gradients, including the router's, in float64 token by token."""
     model_dir, batch = expert_model(tmp_path, kind), made_groups.batch(groups=2, samples=2, longest=5)
     batch = replace(batch, routes=other_routes(batch))
     plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
     count = batch.tokens.shape[1]
     experts = torch.zeros(len(batch), count, 2, 2, dtype=torch.long)
-    for row, own in enumerate(batch.routes):
-        experts[row, : len(own.experts)] = torch.from_numpy(own.experts.astype(np.int64))
-    experts[..., -1][experts[..., 0] == experts[..., 1]] += 1  # of tokens without routes, which nothing sees
+    for row, routes in enumerate(batch.routes):
+        experts[row, : len(routes.experts)] = torch.from_numpy(routes.experts.astype(np.int64))
+    experts[..., -1][experts[..., 0] == experts[..., 1]] += 1  # tokens without routes, which nothing sees
     for index, layer in enumerate(plain.get_decoder().layers):
         layer.mlp.forward = partial(plain_forward, layer.mlp, experts[:, :, index].flatten(0, 1))
     values, gradient = both(plain, layout_of(replace(batch, routes=None), packing=False))
     for packing in (False, True):
-        own = both(load(model_dir, packing=packing), layout_of(batch, packing=packing))
-        assert (own[0] - values).abs().max() < 1e-5
-        assert (own[1] - gradient).norm() / gradient.norm() < 1e-5
+        actual = both(load(model_dir, packing=packing), layout_of(batch, packing=packing))
+        assert (actual[0] - values).abs().max() < 1e-5
+        assert (actual[1] - gradient).norm() / gradient.norm() < 1e-5
     chosen = both(load(model_dir), layout_of(replace(batch, routes=None), packing=False))
     assert (chosen[0] - values).abs().max() > 0.1
 
 
 def test_samples_share_a_prompt_only_where_it_took_the_same_experts(tmp_path):
-    """Packed rows whose prompt took other experts have one of their own, and the numbers of padded rows."""
+    """Packed rows whose prompt took other experts have a separate prompt, and the numbers of padded rows."""
     model_dir, batch = expert_model(tmp_path, "qwen3_moe"), made_groups.batch()
     routes = list(other_routes(batch))
     routes[1] = HeldRoutes(routes[1].experts[:, :, ::-1].copy())  # the same experts in another order
-    alike, changed = (replace(batch, routes=own) for own in (other_routes(batch), tuple(routes)))
-    layouts = [layout_of(own, packing=True) for own in (batch, alike, changed)]
+    alike, changed = (replace(batch, routes=r) for r in (other_routes(batch), tuple(routes)))
+    layouts = [layout_of(rows, packing=True) for rows in (batch, alike, changed)]
     widths = [layout.tokens.shape[1] for layout in layouts]
     assert widths == [widths[0], widths[0], widths[0] + int(batch.prompt_lengths[1])]
-    for own in (alike, changed):
-        values, gradient = both(load(model_dir, packing=True), layout_of(own, packing=True))
-        expected = both(load(model_dir), layout_of(own, packing=False))
+    for rows in (alike, changed):
+        values, gradient = both(load(model_dir, packing=True), layout_of(rows, packing=True))
+        expected = both(load(model_dir), layout_of(rows, packing=False))
         torch.testing.assert_close(values, expected[0], atol=1e-5, rtol=0)
         assert (gradient - expected[1]).norm() / expected[1].norm() < 1e-5
 
 
-def test_rows_without_routes_choose_their_own(tmp_path):
+def test_rows_without_routes_choose_their_experts(tmp_path):
     """Demonstrations among samples, and the last token of every sample."""
     model_dir, batch = expert_model(tmp_path, "mixtral"), made_groups.batch()
     routes = (*other_routes(batch)[:6], *[None] * 6)

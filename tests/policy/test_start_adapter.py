@@ -1,4 +1,4 @@
-"""Training that starts from a LoRA adapter: peft's files in, the adapted model in every role, and out."""
+"""Training that starts from a LoRA adapter: peft's files, the adapted model in every role, and exports."""
 
 import json
 import shutil
@@ -82,7 +82,7 @@ def test_a_continued_adapter_starts_where_it_ended_and_stays_for_the_reference(t
     assert close(logits(reference, TOKENS), expected)
 
 
-def test_what_is_sent_and_exported_is_the_base_with_the_trained_adapter(tiny_model, tmp_path):
+def test_synced_and_exported_weights_are_the_base_with_the_trained_adapter(tiny_model, tmp_path):
     made_adapter(tiny_model, tmp_path / "a")
     started, model = continued(tiny_model, tmp_path / "a")
     for _, parameter in adapter_parameters(model):
@@ -98,20 +98,20 @@ def test_what_is_sent_and_exported_is_the_base_with_the_trained_adapter(tiny_mod
     assert close(logits(loaded(tmp_path / "out"), TOKENS), logits(model, TOKENS))
     again = PeftModel.from_pretrained(loaded(tiny_model), tmp_path / "out/adapter")
     assert close(logits(again, TOKENS), logits(model, TOKENS))
-    described = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
-    assert described["base_model_name_or_path"] == str(tiny_model)
+    adapter_config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str(tiny_model)
     further, resumed = continued(tiny_model, tmp_path / "out/adapter")  # an export is continued
     assert close(logits(resumed, TOKENS), logits(model, TOKENS)) and further != started
 
 
-def test_the_tokenizer_of_an_adapter_takes_the_place_of_the_bases(tiny_model, tmp_path):
+def test_the_tokenizer_of_an_adapter_replaces_that_of_the_base(tiny_model, tmp_path):
     made_adapter(tiny_model, tmp_path / "a")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "{{ messages[0]['content'] }}!"
     tokenizer.save_pretrained(tmp_path / "a")
     for how in (True, False):
-        made = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=how)
-        assert AutoTokenizer.from_pretrained(made).chat_template == tokenizer.chat_template
+        adapted = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=how)
+        assert AutoTokenizer.from_pretrained(adapted).chat_template == tokenizer.chat_template
 
 
 def test_an_adapter_of_a_wrapper_continues_in_its_text_model(tmp_path):
@@ -129,13 +129,12 @@ def test_an_adapter_of_a_wrapper_continues_in_its_text_model(tmp_path):
     for _, parameter in adapter_parameters(model):
         parameter.data += 0.05
     write_trained(model, tmp_path / "out", started)
-    exported = PeftModel.from_pretrained(
-        AutoModelForImageTextToText.from_pretrained(tmp_path / "gemma3"), tmp_path / "out/adapter"
-    )
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "gemma3")
+    exported = PeftModel.from_pretrained(base, tmp_path / "out/adapter")
     assert close(logits(exported, TOKENS), logits(model, TOKENS))
     assert not close(logits(model, TOKENS), expected)
-    described = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
-    assert described["base_model_name_or_path"] == str(tmp_path / "gemma3")
+    adapter_config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str(tmp_path / "gemma3")
 
 
 @pytest.mark.parametrize(
@@ -144,20 +143,17 @@ def test_an_adapter_of_a_wrapper_continues_in_its_text_model(tmp_path):
         (LoRAConfig(rank=8, alpha=8), "has rank 8 and alpha 8, and the adapter of `model.adapter` rank 4"),
         (LoRAConfig(rank=4, alpha=16), "alpha 16, and the adapter"),
         (LoRAConfig(rank=4, alpha=8), "the adapter of `model.adapter` has no model.layers.0.mlp.gate_proj"),
-        (
-            LoRAConfig(rank=4, alpha=8, target_modules=("q_proj",)),
-            "`policy.lora` adapts no model.layers.0.mlp.down_proj",
-        ),
+        (LoRAConfig(rank=4, alpha=8, target_modules=("q_proj",)),
+         "`policy.lora` adapts no model.layers.0.mlp.down_proj"),
     ],
-)
+)  # fmt: skip
 def test_other_adapters_than_the_one_to_start_from_are_refused_with_its_settings(
     tiny_model, tmp_path, lora, words
 ):
     made_adapter(tiny_model, tmp_path / "a")
     started = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
-    with pytest.raises(
-        ValueError, match=r"rank: 4, alpha: 8, target_modules: \[down_proj, q_proj\]"
-    ) as raised:
+    settings = r"rank: 4, alpha: 8, target_modules: \[down_proj, q_proj\]"
+    with pytest.raises(ValueError, match=settings) as raised:
         check_continued(started, lora, trust_remote_code=False)
     assert words in str(raised.value)
     check_continued(started, LORA, trust_remote_code=False)
@@ -178,13 +174,10 @@ def refused(base, adapter):
         ({"bias": "lora_only"}, "bias = lora_only"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern = "),
         ({"modules_to_save": ["norm"]}, "modules_to_save = "),
-        # peft merges these once for each of the tied layers: not the model that was trained.
+        # peft merges these once per tied layer, which is not the trained model.
         ({"target_modules": ["q_proj", "embed_tokens"]}, INSIDE),
         ({"target_modules": ["lm_head"]}, INSIDE),
-        (
-            {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
-            INSIDE,
-        ),
+        ({"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}, INSIDE),
     ],
 )
 def test_adapters_that_are_more_than_a_product_in_linear_layers_are_refused(
@@ -194,7 +187,7 @@ def test_adapters_that_are_more_than_a_product_in_linear_layers_are_refused(
     assert words in refused(tiny_model, tmp_path / "a")
 
 
-def test_what_is_no_adapter_of_the_model_is_refused(tiny_model, tmp_path):
+def test_anything_but_an_adapter_of_the_model_is_refused(tiny_model, tmp_path):
     adapter = tmp_path / "a"
     adapter.mkdir()
     assert "no adapter_config.json there; expected a LoRA adapter" in refused(tiny_model, adapter)
@@ -207,9 +200,8 @@ def test_what_is_no_adapter_of_the_model_is_refused(tiny_model, tmp_path):
     assert "has no such weight; the base of the adapter is " in refused(tiny_model, adapter)
     wide = {name: torch.zeros(4, 999) if "q_proj.lora_A" in name else t for name, t in tensors.items()}
     save_file(wide, file)
-    assert "q_proj [4, 999], and the model of `model.path` has [128, 128] there" in refused(
-        tiny_model, adapter
-    )
+    words = "q_proj [4, 999], and the model of `model.path` has [128, 128] there"
+    assert words in refused(tiny_model, adapter)
     settings = json.loads((other / "adapter_config.json").read_text())
     (other / "adapter_config.json").write_text(json.dumps(settings | {"peft_type": "LOHA"}))
     assert "peft_type is LOHA; expected LORA" in refused(tiny_model, other)

@@ -1,4 +1,4 @@
-"""Checkpoint files of a rank: they hold the state at the time of the call, and loading executes nothing."""
+"""Checkpoint files of a rank: they hold the state at the time of the call, and loading executes no code."""
 
 import os
 import pickle
@@ -19,17 +19,17 @@ def test_a_file_written_in_the_background_holds_the_state_at_the_call(tmp_path):
     state["steps"][1]["lr"] = 7.0
     while not files.written():
         pass
-    found = files.load(str(tmp_path / "state.pt"))
-    assert torch.equal(found["w"], torch.arange(6.0).view(2, 3))
-    assert torch.equal(found["part"], torch.arange(3.0))
-    assert found["tied"].data_ptr() == found["w"].data_ptr()  # one in memory, one in the file
-    assert found["steps"] == [1, {"lr": 0.1}] and found["none"] is None
+    loaded = files.load(str(tmp_path / "state.pt"))
+    assert torch.equal(loaded["w"], torch.arange(6.0).view(2, 3))
+    assert torch.equal(loaded["part"], torch.arange(3.0))
+    assert loaded["tied"].data_ptr() == loaded["w"].data_ptr()  # tied in memory and in the file
+    assert loaded["steps"] == [1, {"lr": 0.1}] and loaded["none"] is None
 
 
 def test_views_of_one_buffer_are_stored_without_the_rest_of_it():
     flat = torch.zeros(1_000_000)
-    taken = snapshot({"a": flat[:10], "b": flat[10:20]})
-    assert [t.untyped_storage().nbytes() for t in taken.values()] == [40, 40]
+    stored = snapshot({"a": flat[:10], "b": flat[10:20]})
+    assert [t.untyped_storage().nbytes() for t in stored.values()] == [40, 40]
 
 
 class Hostile:

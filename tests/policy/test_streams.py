@@ -1,4 +1,4 @@
-"""Rewards, a teacher and demonstrations in one batch: each stream is what it is alone."""
+"""Rewards, a teacher and demonstrations in one batch: each stream has the numbers that it has alone."""
 
 import math
 from dataclasses import replace
@@ -20,17 +20,14 @@ from tests.support.numbers_by_hand import Tiny
 from tests.support.tiers import examples
 
 ALL = objective(
-    kl={"coef": 0.05},
-    entropy={"coef": 0.01},
-    correction="tis",
-    distillation={"coef": 0.7},
+    kl={"coef": 0.05}, entropy={"coef": 0.01}, correction="tis", distillation={"coef": 0.7},
     demonstration_coef=0.3,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[0, 5], ids=["sampled tokens", "likeliest tokens"])
 def mixed(request):
-    """``request.param``: tokens whose log-probs the teacher gives."""
+    """Return a batch of all streams. ``request.param``: the teacher's top-k; 0: sampled tokens."""
     batch = made_groups.mixed_batch(top_k=request.param)
     with torch.no_grad():
         logprobs = Tiny(torch.float64)(batch)[0]
@@ -62,13 +59,8 @@ def test_the_loss_of_three_streams_is_the_one_worked_by_hand():
     loss.backward()
     policy, kl, nll = -(2 + 2 - 1) / 3, (0.5**2 / 2 + 1 / 2) / 2, (0.5 + 1.5 + 2.5 + 3.5) / 4
     assert loss.item() == pytest.approx(policy + 0.5 * kl + 0.1 * nll, rel=1e-6)
-    expected = torch.tensor(
-        [
-            [0, -2 / 3 + 0.5 * 0.5 / 2, -2 / 3 + 0.5 * -1.0 / 2, 0, 0],
-            [0, 1 / 3, 0, 0, 0],
-            [0, *[-0.1 / 4] * 4],
-        ]
-    )
+    first = [0, -2 / 3 + 0.5 * 0.5 / 2, -2 / 3 + 0.5 * -1.0 / 2, 0, 0]
+    expected = torch.tensor([first, [0, 1 / 3, 0, 0, 0], [0, *[-0.1 / 4] * 4]])
     torch.testing.assert_close(logprobs.grad, expected)
     metrics = finish_stats(stats)
     assert metrics["loss/policy"] == pytest.approx(policy)
@@ -78,32 +70,29 @@ def test_the_loss_of_three_streams_is_the_one_worked_by_hand():
 
 
 def test_every_stream_has_its_tokens_and_its_denominator(mixed):
-    own, taught, shown = mixed.policy.mask, mixed.teacher.mask, mixed.demonstrated
-    assert mixed.denominators.tokens == own.sum() and mixed.denominators.taught == taught.sum()
-    assert (
-        mixed.denominators.demonstrated
-        == shown.sum()
-        == sum(g.rollouts[0].sampled_ids.size for g in made_groups.demonstrations(5))
-    )
-    assert not (shown & (own | taught)).any()
-    assert (taught & ~own).any(), "a sample without a reward is taught"
-    assert (own & ~taught).any() and torch.equal(mixed.wanted, own | taught | shown)
+    reward, taught, shown = mixed.policy.mask, mixed.teacher.mask, mixed.demonstrated
+    assert mixed.denominators.tokens == reward.sum() and mixed.denominators.taught == taught.sum()
+    tokens = sum(g.rollouts[0].sampled_ids.size for g in made_groups.demonstrations(5))
+    assert mixed.denominators.demonstrated == shown.sum() == tokens
+    assert not (shown & (reward | taught)).any()
+    assert (taught & ~reward).any(), "a sample without a reward is taught"
+    assert (reward & ~taught).any() and torch.equal(mixed.wanted, reward | taught | shown)
 
 
-def test_a_sample_has_the_temperature_it_was_drawn_at_and_a_demonstration_that_of_the_model(mixed):
-    """Against a softmax of each row alone."""
+def test_a_sample_has_its_sampling_temperature_and_a_demonstration_temperature_1(mixed):
+    """Compared with a softmax of each row alone."""
     shown, tiny = mixed.demonstrated.any(dim=1), Tiny(torch.float64)
     assert set(mixed.temperatures[shown].tolist()) == {1.0} and len(set(mixed.temperatures.tolist())) == 7
     with torch.no_grad():
-        found = tiny(mixed)[0]
+        actual = tiny(mixed)[0]
         for i, group in enumerate(mixed.group_ids.tolist()):
             steps = torch.arange(1, mixed.tokens.shape[1] + 1)[:, None]
             hidden = torch.tanh(tiny.embedding[mixed.tokens[i]].cumsum(dim=0) / steps)
             temperature = 1.0 if shown[i] else 0.55 + 0.2 * group
             logprobs = torch.log_softmax(hidden @ tiny.head.T / temperature, dim=1)
             expected = logprobs[:-1].gather(1, mixed.tokens[i, 1:, None])[:, 0]
-            own = mixed.wanted[i, 1:]
-            torch.testing.assert_close(found[i, 1:][own], expected[own])
+            wanted = mixed.wanted[i, 1:]
+            torch.testing.assert_close(actual[i, 1:][wanted], expected[wanted])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -122,22 +111,21 @@ def test_no_split_and_no_order_of_the_rows_changes_gradient_or_metrics(mixed, dt
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_get_every_row_once_with_the_denominators_of_all(mixed, ranks):
+def test_ranks_get_every_row_once_with_the_denominators_of_the_whole(mixed, ranks):
     shards = shard(mixed, ranks)
-    assert sorted(i for own in shards for i in own.row_ids.tolist()) == list(range(len(mixed)))
-    for own in shards:
-        assert own.denominators == mixed.denominators
+    assert sorted(i for part in shards for i in part.row_ids.tolist()) == list(range(len(mixed)))
+    assert all(part.denominators == mixed.denominators for part in shards)
 
 
-def test_the_gradient_is_the_sum_of_those_of_the_streams_alone(mixed):
-    """The other streams are removed from the batch, not only weighed with 0."""
+def test_the_gradient_is_the_sum_of_the_gradients_of_the_streams(mixed):
+    """The other streams are removed from the batch, not only weighted with 0."""
     tiny = Tiny(torch.float64)
     whole, _ = tiny.gradient([mixed], ALL)
     reward, _ = tiny.gradient([replace(mixed, teacher=None, demonstrated=None)], ALL)
     nothing = nothing_trained(mixed)
     taught, _ = tiny.gradient([replace(nothing, demonstrated=None)], ALL)
     shown, _ = tiny.gradient([replace(nothing, teacher=None)], ALL)
-    assert min(float(own.norm()) for own in (reward, taught, shown)) > 1e-3
+    assert min(float(part.norm()) for part in (reward, taught, shown)) > 1e-3
     assert float((reward + taught + shown - whole).norm() / whole.norm()) < 1e-12
 
 
@@ -157,23 +145,18 @@ def test_the_policy_loss_and_its_metrics_are_the_same_next_to_demonstrations():
         return before
 
     TrainBatch.combine([plain, joined], same_above)
-    own, with_others = (
-        batch_loss(
-            torch.where(batch.wanted, -1.0, 0.0),
-            batch,
-            objective(demonstration_coef=0.0),
-            entropy=torch.where(batch.wanted, 2.0, 0.0),
-        )
-        for batch in (plain, joined)
-    )
-    metrics = finish_stats(with_others[1])
-    expected = finish_stats(own[1])
-    assert with_others[0].item() == pytest.approx(own[0].item(), rel=1e-6)
+    results = []
+    for batch in (plain, joined):
+        logprobs, entropy = (torch.where(batch.wanted, value, 0.0) for value in (-1.0, 2.0))
+        results.append(batch_loss(logprobs, batch, objective(demonstration_coef=0.0), entropy=entropy))
+    (loss, stats), (joined_loss, joined_stats) = results
+    metrics, expected = finish_stats(joined_stats), finish_stats(stats)
+    assert joined_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
 def test_demonstrations_alone_have_the_loss_of_supervised_training_to_the_last_digit():
-    """No sample has an advantage, and the weight is 1."""
+    """If no sample has an advantage, and the weight is 1."""
     shown = made_groups.demonstrations(6)
     rng = np.random.default_rng(0)
     idle = make_batch(
@@ -190,37 +173,33 @@ def test_demonstrations_alone_have_the_loss_of_supervised_training_to_the_last_d
 
 
 def test_a_stream_without_tokens_has_no_metrics():
-    """A mean entropy of 0 would read as a collapse, and a KL of 0 as one below its target."""
+    """A mean entropy of 0 would look like a collapse, and a KL of 0 would be below its target."""
     batch = made_groups.demonstrated_batch()
     names = {}
     for shown in (batch.demonstrated, torch.zeros_like(batch.demonstrated)):
-        own = replace(batch, demonstrated=shown)
+        part = replace(batch, demonstrated=shown)
         entropy = torch.ones(batch.tokens.shape)
-        _, stats = batch_loss(-torch.ones(batch.tokens.shape), own, ALL, entropy=entropy)
+        _, stats = batch_loss(-torch.ones(batch.tokens.shape), part, ALL, entropy=entropy)
         names[bool(shown.any())] = set(finish_stats(stats))
-    assert names == {
-        True: {"loss/total", "loss/demonstrations", "demonstrations/nll"},
-        False: {"loss/total"},
-    }
+    assert names[True] == {"loss/total", "loss/demonstrations", "demonstrations/nll"}
+    assert names[False] == {"loss/total"} and len(names) == 2
 
 
-def test_updates_of_a_step_have_their_own_number_of_taught_tokens():
+def test_updates_of_a_step_have_their_number_of_taught_tokens():
     rng = np.random.default_rng(1)
     groups = [made_groups.group(i, rng) for i in range(4)]
     lengths = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
     teachers = [
         TeacherLogprobs(np.full(n, -1.0, np.float32)) if i != 2 else None
-        for i, own in enumerate(lengths)
-        for n in own
+        for i, group_lengths in enumerate(lengths)
+        for n in group_lengths
     ]
     batch = make_batch(
         groups, [np.zeros(4, np.float32)] * 4, ref_logprobs=None, max_new_tokens=12, teachers=teachers
     )
     first, second = split_updates(batch, num_groups=4, num_updates=2)
-    assert (first.denominators.taught, second.denominators.taught) == (
-        sum(lengths[0] + lengths[1]),
-        sum(lengths[3]),
-    )
+    assert first.denominators.taught == sum(lengths[0] + lengths[1])
+    assert second.denominators.taught == sum(lengths[3])
 
 
 def test_a_teacher_that_agrees_gives_no_gradient_and_a_divergent_one_stays_finite():
@@ -228,7 +207,7 @@ def test_a_teacher_that_agrees_gives_no_gradient_and_a_divergent_one_stays_finit
     batch = change(batch, policy={"advantages": torch.zeros_like(batch.policy.advantages)})
     logprobs = torch.full(batch.tokens.shape, -2.0, requires_grad=True)
     for teacher, norm in ((-2.0, 0.0), (-500.0, 498.0)):
-        own = change(batch, teacher={"logprobs": torch.where(batch.teacher.mask, teacher, 0.0)})
-        loss, _ = batch_loss(logprobs, own, objective(distillation={"coef": 1.0}))
+        part = change(batch, teacher={"logprobs": torch.where(batch.teacher.mask, teacher, 0.0)})
+        loss, _ = batch_loss(logprobs, part, objective(distillation={"coef": 1.0}))
         (gradient,) = torch.autograd.grad(loss, logprobs)
         assert float(gradient.sum()) == pytest.approx(norm, rel=1e-5) and math.isfinite(loss.item())

@@ -1,4 +1,4 @@
-"""The text model inside a vision-language checkpoint: the same numbers out, the same names and bytes back."""
+"""The text model inside a vision-language checkpoint: the same numbers, and exports with the same names."""
 
 import json
 import re
@@ -42,6 +42,13 @@ def trained_export(text_dir, out):
     return model.eval()
 
 
+def check_export(out, changed):
+    """Compare the logits of the exported wrapper with those of the changed text model."""
+    again = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", slow_after(WRAPPED_SHAPES, 2))
 def test_a_wrapped_text_model_computes_the_same_and_returns_under_its_names(cache, kind):
     source, out = cache / kind, cache / "out"
@@ -60,9 +67,8 @@ def test_a_wrapped_text_model_computes_the_same_and_returns_under_its_names(cach
     kept = {name for name in before if any(part in name for part in ("vis", "projector", "scalar"))}
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert kept and moved == set(before) - kept
-    again = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    check_export(out, changed)
     with torch.no_grad():
-        assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)
         assert not torch.allclose(changed(input_ids=TOKENS).logits, expected, atol=1e-2)
     assert (out / "preprocessor_config.json").is_file()
     assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(source))
@@ -70,13 +76,11 @@ def test_a_wrapped_text_model_computes_the_same_and_returns_under_its_names(cach
 
 
 def test_a_stored_head_that_equals_the_embedding_is_trained_and_returned_as_one(cache):
-    """Mistral's wrapper ties by default, and checkpoints have the head all the same."""
+    """Mistral's wrapper ties by default, but checkpoints store the head anyway."""
     source, out = cache / "m", cache / "out"
     wrapper(source, "mistral3")
-    weights, head, embedding = (
-        load_file(source / "model.safetensors"),
-        *(f"language_model.{name}.weight" for name in ("lm_head", "model.embed_tokens")),
-    )
+    weights = load_file(source / "model.safetensors")
+    head, embedding = (f"language_model.{name}.weight" for name in ("lm_head", "model.embed_tokens"))
     assert head not in weights
     save_file(weights | {head: weights[embedding].clone()}, source / "model.safetensors", {"format": "pt"})
     changed = trained_export(usable(source)[0], out)
@@ -93,8 +97,8 @@ def test_a_stored_head_that_equals_the_embedding_is_trained_and_returned_as_one(
     assert not torch.equal(after[head], after[embedding])
 
 
-def test_what_was_trained_from_a_text_model_before_returns_into_the_wrapper(cache):
-    """A cold start is a model of its own, from which a run starts."""
+def test_a_model_trained_earlier_from_a_text_model_is_exported_into_the_wrapper(cache):
+    """A cold start writes a separate model, from which a run starts."""
     source, started, out = cache / "m", cache / "sft", cache / "out"
     wrapper(source, "gemma3")
     text_dir, _ = usable(source)
@@ -103,9 +107,7 @@ def test_what_was_trained_from_a_text_model_before_returns_into_the_wrapper(cach
     AutoTokenizer.from_pretrained(text_dir).save_pretrained(started)
     keep_wrapper(text_dir, started)
     changed = trained_export(started, out)
-    again = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
-    with torch.no_grad():
-        assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)
+    check_export(out, changed)
 
 
 def test_large_models_are_written_in_several_files(cache, monkeypatch):
@@ -114,9 +116,7 @@ def test_large_models_are_written_in_several_files(cache, monkeypatch):
     wrapper(source, "gemma3")
     changed = trained_export(usable(source)[0], out)
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 3
-    again = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
-    with torch.no_grad():
-        assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)
+    check_export(out, changed)
 
 
 def test_buffers_of_a_checkpoint_are_exported_and_sent(cache):
@@ -127,7 +127,7 @@ def test_buffers_of_a_checkpoint_are_exported_and_sent(cache):
     assert torch.equal(load_file(out / "model.safetensors")[BIAS], bias)
     weights = FullWeights(AutoModelForCausalLM.from_pretrained(source), PolicyConfig(zero_stage=2))
     sent = {name: tensor for bucket in weights.buckets(1 << 20) for name, tensor in bucket}
-    assert torch.equal(sent[BIAS], bias)  # vLLM would fill what is not sent with anything
+    assert torch.equal(sent[BIAS], bias)  # vLLM leaves weights that are not sent undefined
 
 
 def with_another_text_name(directory):
@@ -151,7 +151,7 @@ def with_a_missing_layer(directory):
         (with_a_missing_layer, "the checkpoint has no model.layers.1.mlp.up_proj.weight"),
     ],
 )
-def test_a_text_model_that_is_not_whole_is_refused(cache, damage, words):
+def test_an_incomplete_text_model_is_refused(cache, damage, words):
     damage(cache / "m")
     with pytest.raises(ValueError, match=re.escape(words)) as raised:
         usable(cache / "m")
@@ -167,13 +167,11 @@ def test_a_text_model_that_is_not_whole_is_refused(cache, damage, words):
         ({"model_type": "resnet"}, "resnet is no causal language model"),
         ({"model_type": "whisper9"}, "model_type = whisper9, which transformers"),
         ({"model_type": "own", "auto_map": {}}, "set model.trust_remote_code=true"),
-        (
-            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
-            "LlamaForSequenceClassification is a classifier, such as a reward model",
-        ),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+         "LlamaForSequenceClassification is a classifier, such as a reward model"),
     ],
-)
-def test_what_is_no_causal_language_model_is_refused_in_one_line(cache, config, words):
+)  # fmt: skip
+def test_anything_but_a_causal_language_model_is_refused_in_one_line(cache, config, words):
     (cache / "config.json").write_text(json.dumps(config))
     save_file({"w": torch.zeros(1)}, cache / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(words)) as raised:

@@ -1,4 +1,4 @@
-"""The bias-corrected KL: over samples of any engine its value and gradient are those of the divergence."""
+"""The bias-corrected KL: over samples of any engine it has the value and gradient of the divergence."""
 
 import math
 
@@ -10,11 +10,11 @@ from tests.support.losses import objective, train_batch
 
 ENGINE = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 REFERENCE = torch.tensor([0.6, 0.1, 0.3], dtype=torch.float64)
-TRAINER = torch.tensor([0.25, 0.45, 0.3], dtype=torch.float64)  # before the step, other than the engine
+TRAINER = torch.tensor([0.25, 0.45, 0.3], dtype=torch.float64)  # before the step, unlike the engine
 
 
 def one_sample(token, logprob, *, old, engine):
-    """The loss of a row whose only completion token is ``token``: the KL term alone, with weight 1."""
+    """Return the batch and log-probs of a row with the single completion token ``token`` and advantage 0."""
 
     def row(value):
         return torch.stack([torch.zeros((), dtype=torch.float64), value])[None]
@@ -30,8 +30,8 @@ def one_sample(token, logprob, *, old, engine):
 @pytest.mark.parametrize("old_policy", ["trainer", "rollout"])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_a_corrected_kl_is_unbiased_for_what_the_engine_sampled(old_policy, estimator):
-    """The mean over all tokens by the engine's probabilities. The ratio of the trainer's own old log-probs,
-    which are not those of the engine, would give another value and another slope.
+    """The expectation over the engine's probabilities. The ratio to the trainer's old log-probs, which differ
+    from the engine's, would give another value and another slope.
     """
     logits = torch.tensor([0.1, -0.4, 0.7], dtype=torch.float64, requires_grad=True)
     policy = logits.log_softmax(0)
@@ -47,9 +47,9 @@ def test_a_corrected_kl_is_unbiased_for_what_the_engine_sampled(old_policy, esti
         old = engine if old_policy == "rollout" else TRAINER[token].log()
         batch, logprobs = one_sample(token, policy[token], old=old, engine=engine)
         total = total + ENGINE[token] * batch_loss(logprobs, batch, settings)[0]
-    (found,) = torch.autograd.grad(total, logits)
+    (gradient,) = torch.autograd.grad(total, logits)
     assert total.item() == pytest.approx(expected.item(), rel=1e-12)
-    torch.testing.assert_close(found, slope, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-12)
 
 
 def test_a_row_whose_engine_log_prob_is_unknown_keeps_its_kl_uncorrected():

@@ -1,4 +1,4 @@
-"""Deltas of the weights: what they rebuild, bit by bit, and what is refused."""
+"""Weight deltas rebuild the weights bit by bit, and damaged ones are refused."""
 
 import secrets
 
@@ -27,11 +27,21 @@ BUCKET = 2000  # bytes: the first three tensors have one each, or share it
 
 
 def random_bits(spec, generator):
-    """Any bits: NaNs with payloads, infinities, subnormal numbers, -0.0."""
+    """Return random bits: NaNs with payloads, infinities, subnormal numbers, -0.0."""
     raw = torch.randint(0, 256, (spec.num_bytes,), dtype=torch.uint8, generator=generator)
     if spec.dtype == "bool":
         raw %= 2
     return raw.view(spec.torch_dtype).view(spec.shape)
+
+
+def random_weights(seed=0):
+    """Return random weights, and the generator that made them."""
+    generator = torch.Generator().manual_seed(seed)
+    return {spec.name: random_bits(spec, generator) for spec in SPECS}, generator
+
+
+def take(source, buckets):
+    return source.take(buckets, SPECS, BUCKET, CPU, secrets.token_hex(4))
 
 
 def bits(tensor):
@@ -39,7 +49,7 @@ def bits(tensor):
 
 
 def changed(weights, share, generator):
-    """Return copies in which about ``share`` of the bytes are others."""
+    """Return copies in which about ``share`` of the bytes differ."""
     copies = {}
     for name, tensor in weights.items():
         raw = bits(tensor).clone()
@@ -55,7 +65,7 @@ def buckets_of(weights):
 
 
 class Wire:
-    """A transport within this process: what is sent is kept until it is received."""
+    """A transport within this process that keeps sent data until it is received."""
 
     device = CPU
 
@@ -72,29 +82,28 @@ class Wire:
         assert [len(flat) for flat in flats] == list(sizes)
         yield from flats
 
-    def agree(self, own):
-        """What the sender sends is received later, so nobody disagrees with it yet."""
-        return own
+    def agree(self, value):
+        """Return ``value``: the receiver comes later, so nobody disagrees yet."""
+        return value
 
 
 def sent(source, weights, wire):
-    changes = source.take(buckets_of(weights), SPECS, BUCKET, CPU, secrets.token_hex(4))
+    changes = take(source, buckets_of(weights))
     return changes, send_changes(wire, changes, source.held)
 
 
 def assert_equal_bits(held, weights):
-    found = {name: tensor for bucket in held.weights() for name, tensor in bucket}
-    assert found.keys() == weights.keys()
+    actual = {name: tensor for bucket in held.weights() for name, tensor in bucket}
+    assert actual.keys() == weights.keys()
     for name, tensor in weights.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert torch.equal(bits(found[name]), bits(tensor)), name
+        assert actual[name].dtype == tensor.dtype and actual[name].shape == tensor.shape
+        assert torch.equal(bits(actual[name]), bits(tensor)), name
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0005, 0.01, 0.2, 1.0])
 @pytest.mark.parametrize("seed", range(2))
 def test_every_bit_of_every_type_arrives_over_many_updates(share, seed):
-    generator = torch.Generator().manual_seed(seed)
-    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+    weights, generator = random_weights(seed)
     source, held, wire = SentWeights(), HeldWeights(SPECS, BUCKET), Wire()
     first, _ = sent(source, weights, wire)
     assert first.base is None and first.changed_share == 1
@@ -136,7 +145,7 @@ def test_gaps_follow_the_example_in_their_documentation():
         assert torch.equal(again, new)
 
 
-def test_what_no_sender_can_have_made_leaves_the_copy_as_it_was():
+def test_an_impossible_delta_leaves_the_copy_unchanged():
     flat = torch.zeros(64, dtype=torch.uint8)
     words = torch.tensor([5, 6], dtype=torch.int16).view(torch.uint8)
     beyond = torch.cat([words, torch.tensor([3, 40], dtype=torch.uint8)])
@@ -160,23 +169,21 @@ def test_a_thousandth_of_changed_words_is_sent_in_less_than_a_hundredth_of_the_b
 
 @pytest.mark.parametrize("bit", [0, 1000])
 def test_a_flipped_bit_on_the_way_or_in_the_copy_is_noticed(bit):
-    generator = torch.Generator().manual_seed(0)
-    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+    weights, generator = random_weights()
     source, held, wire = SentWeights(), HeldWeights(SPECS, BUCKET), Wire()
     sent(source, weights, wire)
     receive_changes(wire, held)
     sent(source, changed(weights, 0.01, generator), wire)
     if bit:
-        held.slots[0][bit // 8] ^= 1 << bit % 8  # of a word that need not be among the changed
+        held.slots[0][bit // 8] ^= 1 << bit % 8  # this word may be unchanged
     else:
         wire.rounds[1][0][0] ^= 1
     assert not receive_changes(wire, held) and held.token is None
 
 
 def test_a_flipped_bit_anywhere_in_the_table_is_noticed_before_its_sizes_are_used():
-    """Of words, bytes, the weights' checksum and the table's own; also where the sizes stay possible."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+    """In words, bytes, the weights' checksum and the table's checksum; also if the sizes stay possible."""
+    weights, generator = random_weights()
     source, held, wire = SentWeights(), HeldWeights(SPECS, BUCKET), Wire()
     sent(source, weights, wire)
     receive_changes(wire, held)
@@ -187,7 +194,7 @@ def test_a_flipped_bit_anywhere_in_the_table_is_noticed_before_its_sizes_are_use
     for bit in range(0, 8 * len(table), 3):  # each field has eight bytes: bits of all of them
         damaged = table.clone()
         damaged[bit // 8] ^= 1 << bit % 8
-        wire.rounds = [[damaged]]  # whoever asks for more fails
+        wire.rounds = [[damaged]]  # asking for more fails
         held.token = "before"
         assert not receive_changes(wire, held) and held.token is None
         assert held.checksum().value == before
@@ -197,7 +204,7 @@ def test_a_flipped_bit_anywhere_in_the_table_is_noticed_before_its_sizes_are_use
 
 
 @pytest.mark.parametrize("key", [(-2, 0), (3, 5), (0, 1 << 40)])
-def test_a_table_with_an_intact_checksum_that_no_sender_can_have_made_is_damaged(key):
+def test_an_impossible_table_with_an_intact_checksum_is_damaged(key):
     held, wire = HeldWeights(SPECS, BUCKET), Wire()
     table = _packed([key] * len(held), held.checksum())
     for flat in wire.outgoing([len(table)]):
@@ -205,34 +212,30 @@ def test_a_table_with_an_intact_checksum_that_no_sender_can_have_made_is_damaged
     assert not receive_changes(wire, held) and not wire.rounds
 
 
-def test_weights_that_were_taken_in_part_are_no_base():
-    generator = torch.Generator().manual_seed(0)
-    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+def test_partially_taken_weights_are_no_base():
+    weights, _ = random_weights()
     source = SentWeights()
-    first = source.take(buckets_of(weights), SPECS, BUCKET, CPU, secrets.token_hex(4))
+    first = take(source, buckets_of(weights))
 
     def cut():
         yield buckets_of(weights)[0]
         raise RuntimeError("a rank is lost")
 
     with pytest.raises(RuntimeError, match="a rank is lost"):
-        source.take(cut(), SPECS, BUCKET, CPU, secrets.token_hex(4))
+        take(source, cut())
     assert source.changes is None and source.held.token is None
-    second = source.take(buckets_of(weights), SPECS, BUCKET, CPU, secrets.token_hex(4))
+    second = take(source, buckets_of(weights))
     assert second.base is None and second.token != first.token
-    assert source.take(buckets_of(weights), SPECS, BUCKET, CPU, secrets.token_hex(4)).base == second.token
+    assert take(source, buckets_of(weights)).base == second.token
 
 
-def test_the_checksum_is_that_of_a_whole_transfer():
-    generator = torch.Generator().manual_seed(0)
-    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+def test_the_checksum_is_that_of_a_full_transfer():
+    weights, _ = random_weights()
     whole, source = Checksum(), SentWeights()
     for bucket in buckets_of(weights):
         whole.add(torch.cat([bits(tensor) for _, tensor in bucket]))
-    assert (
-        source.take(buckets_of(weights), SPECS, BUCKET, CPU, secrets.token_hex(4)).checksum.value
-        == whole.value
-    )
+    changes = take(source, buckets_of(weights))
+    assert changes.checksum.value == whole.value
 
 
 def test_pinned_memory_is_taken_in_blocks(monkeypatch):
@@ -248,7 +251,7 @@ def test_pinned_memory_is_taken_in_blocks(monkeypatch):
     largest = max(len(slot) for slot in plain.slots)
     monkeypatch.setattr("grpo_dist.policy.weight_deltas._PINNED", 2 * largest)
     held = HeldWeights(SPECS, BUCKET, pinned=True)
-    (whole, is_pinned), *own = blocks
-    assert not is_pinned and all(flag for _, flag in own) and len(own) > 1
-    assert sum(size for size, _ in own) == whole and all(size <= 2 * largest for size, _ in own)
+    (whole, is_pinned), *parts = blocks
+    assert not is_pinned and all(flag for _, flag in parts) and len(parts) > 1
+    assert sum(size for size, _ in parts) == whole and all(size <= 2 * largest for size, _ in parts)
     assert [len(slot) for slot in held.slots] == [len(slot) for slot in plain.slots]

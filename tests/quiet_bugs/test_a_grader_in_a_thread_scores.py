@@ -1,5 +1,5 @@
 """verl#5635, "disable signal.alarm() in math_verify to fix silent scoring failure in Ray workers": the grader
-set an alarm, which a thread other than the main one may not; the error was caught, and every answer scored 0.
+set an alarm, which only the main thread may do; the error was caught, and every answer scored 0.
 """
 
 import math
@@ -13,11 +13,11 @@ PAIRS = [(boxed("\\frac{1}{2}"), "0.5"), (boxed("7"), "8"), ("I do not know", "8
 
 
 def in_a_thread(call):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(call()))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()))
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def score_of_the_bug():
@@ -43,8 +43,8 @@ def test_the_pool_grades_in_a_thread_as_in_the_main_one():
     assert there == here and [grade.reward for grade in there] == [1.0, 0.0, 0.0]
 
 
-def test_what_fails_to_grade_is_unknown_and_not_wrong():
+def test_an_answer_that_fails_to_grade_is_unknown_and_not_wrong():
     with GraderPool(1) as pool:
-        (found,) = pool.call("os:getcwdb", [{}])  # a value that is no number
-    assert not isinstance(found, float) or math.isnan(found)
-    assert found.outcome == "error"
+        (grade,) = pool.call("os:getcwdb", [{}])  # a value that is no number
+    assert not isinstance(grade, float) or math.isnan(grade)
+    assert grade.outcome == "error"

@@ -1,7 +1,7 @@
-"""marin#6335: `apply_chat_template` returned a `BatchEncoding`, and read as a list it is its keys. There the
-prompt's token ids came out empty, and the run continued without learning anything.
+"""marin#6335: `apply_chat_template` returned a `BatchEncoding`, which iterates over its keys.
+The prompt's token ids came out empty, and the run continued without learning anything.
 
-transformers 5 returns such an encoding by default. Iterated it gives "input_ids" and "attention_mask".
+transformers 5 returns such an encoding by default: iterating gives "input_ids" and "attention_mask".
 """
 
 import numpy as np
@@ -21,9 +21,9 @@ TEXT = "user:2+3=\nassistant:"
 
 
 def tokenizer(template=TEMPLATE):
-    made = character_tokenizer()
-    made.chat_template = template
-    return made
+    result = character_tokenizer()
+    result.chat_template = template
+    return result
 
 
 def row(problem):
@@ -38,11 +38,11 @@ def test_the_bug_reads_the_keys_of_the_encoding():
 
 
 def test_a_prompt_has_the_ids_of_its_rendered_text():
-    own = tokenizer()
-    expected = own(TEXT, add_special_tokens=False)["input_ids"]
-    (prompt,) = build_prompts([row("2+3=")], own, PromptFormat(), max_prompt_tokens=99).prompts
+    chat = tokenizer()
+    expected = chat(TEXT, add_special_tokens=False)["input_ids"]
+    (prompt,) = build_prompts([row("2+3=")], chat, PromptFormat(), max_prompt_tokens=99).prompts
     assert prompt.token_ids.tolist() == expected and prompt.token_ids.dtype == np.int32
-    assert own.decode(prompt.token_ids) == TEXT
+    assert chat.decode(prompt.token_ids) == TEXT
 
 
 def test_a_prompt_without_tokens_is_refused_with_its_row():

@@ -1,6 +1,6 @@
-"""ms-swift at 3602360 (`grpo_trainer.py`): the weight of the train/rollout correction is multiplied with the
-sum of policy loss and KL. A token that the engine found too likely is then also pulled less to the reference,
-and one whose weight is cut to 0 not at all.
+"""ms-swift at 3602360 (`grpo_trainer.py`): the train/rollout correction multiplies the sum of policy loss and
+KL. A token that the engine found too likely is then also pulled less to the reference, and a token with
+weight 0 not at all.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """trl#6369, "dapo/cispo/vespo loss denominator ignores `mask_truncated_completions`": truncated completions
-left the sum of the loss, but not the number of tokens that it is divided by.
+left the sum of the loss, but not its token denominator.
 
-The thread's example: 30 tokens, 5 of them of a truncated completion, gave sum / 30 in place of sum / 25.
+The thread's example: 30 tokens, 5 of them of a truncated completion, gave sum / 30 instead of sum / 25.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from tests.support.made_groups import group_of
 LENGTHS, REASONS = [10, 5, 15], ["stop", "length", "stop"]
 
 
-def made(mask_truncated):
+def batch_of(mask_truncated):
     group = group_of([1, 0, 1], LENGTHS, reasons=REASONS)
     advantage = np.full(3, -1.0, np.float32)  # a loss of 1 for every trained token
     return make_batch(
@@ -32,26 +32,26 @@ def loss(batch, mode="token-mean"):
 
 
 def test_the_bug_divides_by_tokens_that_are_not_trained():
-    batch = made(True)
-    trained, everything = int(batch.policy.mask.sum()), int(made(False).policy.mask.sum())
+    batch = batch_of(True)
+    trained, everything = int(batch.policy.mask.sum()), int(batch_of(False).policy.mask.sum())
     assert (trained, everything) == (25, 30)
-    assert trained / everything == pytest.approx(0.8333, abs=1e-4)  # of a loss of 1
+    assert trained / everything == pytest.approx(0.8333, abs=1e-4)  # for a loss of 1
 
 
 def test_sum_and_denominator_count_the_same_tokens():
-    batch = made(True)
+    batch = batch_of(True)
     assert (batch.denominators.tokens, batch.denominators.sequences) == (25, 2)
-    assert loss(batch) == 1 and loss(made(False)) == 1
+    assert loss(batch) == 1 and loss(batch_of(False)) == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_is_that_of_a_batch_without_the_truncated_completion(mode):
+def test_every_mode_equals_a_batch_without_the_truncated_completion(mode):
     group = group_of([1, 1], [10, 15])
     alone = make_batch([group], [np.full(2, -1.0, np.float32)], ref_logprobs=None, max_new_tokens=15)
-    assert loss(made(True), mode) == pytest.approx(loss(alone, mode), rel=1e-6)
+    assert loss(batch_of(True), mode) == pytest.approx(loss(alone, mode), rel=1e-6)
 
 
-def test_each_update_of_a_step_counts_its_own_tokens_alone():
+def test_each_update_of_a_step_counts_only_its_tokens():
     groups = [group_of([1, 0], [10, 5], reasons=["stop", "length"]), group_of([1, 0], [4, 8])]
     advantages = [np.full(2, -1.0, np.float32)] * 2
     batch = make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=15, mask_truncated=True)

@@ -1,8 +1,8 @@
 """verl#4597 and verl#4598, "fix adv numerical error when all reward is the same": the mean of eight rewards
-of 0.2 is not 0.2 in float32, and the rounding error divided by a deviation of its own size is an advantage.
+of 0.2 is not 0.2 in float32, and the rounding error divided by an equally small deviation is an advantage.
 
-miles#701 is the same in the filter of dynamic sampling, and NeMo-RL#4161 in the deviation: groups
-that split 7 to 1 gave the one an advantage of thousands, E[x^2] - E[x]^2 being rounded as well.
+miles#701 is the same bug in the filter of dynamic sampling, NeMo-RL#4161 in the deviation: in groups that
+split 7 to 1 the one had an advantage of thousands, because E[x^2] - E[x]^2 is rounded as well.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def mean_in_float32(values):
 
 
 def test_the_bug_makes_advantages_of_rounding():
-    """(r - mean) / (deviation + 1e-6), all of it in the type of the rewards."""
+    """(r - mean) / (deviation + 1e-6), all in float32."""
     rewards = np.full(8, 0.7, np.float32)
     apart = rewards - mean_in_float32(rewards)
     deviation = np.sqrt((apart**2).sum() / 7)
@@ -36,7 +36,7 @@ def test_the_bug_makes_advantages_of_rounding():
 
 
 def test_the_bug_divides_by_the_rounding_of_a_deviation():
-    """Seven rewards of 0.35 and a 0: the deviation of the others is 0, but for 1.5e-4 of rounding."""
+    """Seven rewards of 0.35 and a 0: the deviation of the others is 0 plus 1.5e-4 of rounding."""
     others = np.full(7, 0.35, np.float32)
     residue = np.sqrt(mean_in_float32(others**2) - mean_in_float32(others) ** 2)
     assert residue == pytest.approx(1.5e-4, rel=0.01)
@@ -48,8 +48,8 @@ def test_the_bug_divides_by_the_rounding_of_a_deviation():
 def test_equal_rewards_give_exact_zeros(estimator, value):
     for size in (2, 3, 7, 8, 64):
         group = group_of([value] * size, [3] * size)
-        (found,) = sample_advantages([group], credit(estimator, k=2))
-        assert not found.any()
+        (advantages,) = sample_advantages([group], credit(estimator, k=2))
+        assert not advantages.any()
         assert not has_signal(group.rewards)
 
 
@@ -63,5 +63,5 @@ def test_one_other_reward_has_the_advantage_of_its_definition(value):
     assert float(rloo(rewards, ONE_GROUP)[3]) == pytest.approx(-float(rewards[0]), rel=1e-6)
 
 
-def test_the_estimators_here_are_all_that_are_relative_to_their_group():
+def test_the_estimators_here_exist():
     assert set(RELATIVE) <= set(ADVANTAGES)

@@ -1,6 +1,6 @@
 """prime-rl#3385, "align evals with applied policies": evaluation ran on engines whose weights were replaced
-meanwhile, or under the number of a version that they did not hold yet, so its accuracy belonged to no version
-of the policy. NeMo-RL#1798, "Async validation takes too long in some envs", is what invites it.
+meanwhile, or under a version that they did not hold yet, so its accuracy belonged to no version of the
+policy. NeMo-RL#1798 shows the motive: "Async validation takes too long in some envs".
 """
 
 import asyncio
@@ -16,8 +16,8 @@ HELD_OUT = [EvalSet("held", [prompt for prompt in fakes.prompts(60) if int(promp
 
 
 class World(fakes.World):
-    """Right answers come from even versions. ``seen``: versions at begin and end of each sample of the
-    evaluation, by the step at which it was logged.
+    """Records the versions that evaluate. ``seen``: versions at begin and end of each evaluation sample, by
+    the logged step.
     """
 
     def __init__(self):
@@ -29,10 +29,10 @@ class World(fakes.World):
         before = self.version
         for _ in range(10 * is_held_out):
             await asyncio.sleep(0)
-        found = await super().sample(prompt, **request)
+        rollouts = await super().sample(prompt, **request)
         if is_held_out:
             self._now |= {before, self.version}
-        return found
+        return rollouts
 
     def log(self, step, metrics):
         super().log(step, metrics)
@@ -61,8 +61,7 @@ def test_the_bug_mixes_versions_where_an_evaluation_does_not_hold_the_next_sync(
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_every_evaluation_is_of_the_version_it_is_logged_under(staleness, mode):
     evaluation = {"before": True, "after": False, "every": EVERY, "samples_per_prompt": 1}
-    config = fakes.config(
-        steps=STEPS, max_staleness=staleness, weight_sync={"mode": mode}, evaluation=evaluation
-    )
+    settings = {"steps": STEPS, "max_staleness": staleness, "weight_sync": {"mode": mode}}
+    config = fakes.config(**settings, evaluation=evaluation)
     world = train(World(), config, fakes.prompts(40), eval_sets=HELD_OUT)
     assert world.seen == {step: {step} for step in range(0, STEPS + 1, EVERY)}

@@ -1,8 +1,8 @@
-"""verl#5392 asks for routing replay under FSDP: a mixture of experts of 30B parameters was trained on the
-samples of an engine that chose other experts, and the log-probs of the two correlated with 0.6 only.
+"""verl#5392 asks for routing replay under FSDP: a 30B mixture of experts was trained on samples of an engine
+that chose other experts, and the log-probs of both had a correlation of only 0.6.
 
-Here a router of four experts, of which two are almost equally good for a token. The engine rounds its logits
-to bfloat16 and takes the other one: the weights are the same, and the token's log-prob is not.
+Here two of the router's four experts are almost equally good for a token. The engine rounds its logits to
+bfloat16 and takes the other expert: the weights are the same, the token's log-prob is not.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ TOKEN = 0
 
 
 def logprob(route):
-    """Log-prob of the token behind the expert that ``route`` chooses."""
+    """Return the log-prob of the token from the expert ``route``."""
     return float(EXPERTS[route].log_softmax(-1)[TOKEN])
 
 
@@ -33,7 +33,7 @@ def routes():
 
 
 class Mixture(fakes.World):
-    """A policy and an engine with the same weights, whose routers round otherwise."""
+    """A policy and an engine with the same weights and differently rounded routers."""
 
     def __init__(self, replayed):
         super().__init__(jitter=False)
@@ -71,7 +71,7 @@ def train(world):
 
 
 def test_the_bug_takes_a_ratio_of_e_squared_for_a_move_of_the_policy():
-    """No weight has moved, and the importance ratio of the token is 0.14."""
+    """No weight has moved, yet the importance ratio of the token is 0.14."""
     ours, theirs = routes()
     assert (ours, theirs) == (1, 0)
     assert np.exp(logprob(ours) - logprob(theirs)) == pytest.approx(np.exp(-2), rel=1e-5)

@@ -1,6 +1,6 @@
 """verl#7285, "model_merger writes a "merged" directory that is byte-identical to the base model", verl#4553
-and verl#4948: the export of a run with adapters was its base model, or merged with another one, and the
-adapter next to it had `lora_alpha` 0.
+and verl#4948: the export of a run with adapters was its base model, or merged with another model, and its
+adapter had `lora_alpha` 0.
 """
 
 import json
@@ -26,7 +26,7 @@ def logits(model):
 
 @pytest.fixture(scope="module")
 def exported(tiny_model, tmp_path_factory):
-    """The directory of an export, and the model that it is of, whose adapters have moved."""
+    """Return the directory of an export, and its model, whose adapters have moved."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     add_adapters(model, SETTINGS, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -61,9 +61,9 @@ def test_the_export_computes_what_the_trained_model_computes(exported):
 
 def test_the_adapter_names_the_model_it_belongs_to_and_its_scale(tiny_model, exported):
     directory, model = exported
-    own = json.loads((directory / "adapter" / "adapter_config.json").read_text())
-    assert own["base_model_name_or_path"] == str(tiny_model)
-    assert (own["lora_alpha"], own["r"]) == (8, 4)
-    base = AutoModelForCausalLM.from_pretrained(own["base_model_name_or_path"], dtype=torch.float32)
+    adapter = json.loads((directory / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tiny_model)
+    assert (adapter["lora_alpha"], adapter["r"]) == (8, 4)
+    base = AutoModelForCausalLM.from_pretrained(adapter["base_model_name_or_path"], dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, directory / "adapter")
     torch.testing.assert_close(logits(adapted), logits(model), rtol=1e-4, atol=1e-5)

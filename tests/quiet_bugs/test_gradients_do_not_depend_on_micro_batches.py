@@ -1,6 +1,6 @@
-"""verl at 1dda039, policy loss `geo_mean`: it ends in a plain mean over the rows of a micro-batch, and the
-micro-batches are added up. On eight completions its gradient has norm 0.178 in one micro-batch and 0.710 in
-four, four times as large.
+"""verl at 1dda039, policy loss `geo_mean`: it averages over the rows of a micro-batch, and the micro-batches
+are added up. On eight completions its gradient has norm 0.178 in one micro-batch and 0.710 in four: four
+times as large.
 """
 
 import pytest
@@ -22,7 +22,7 @@ def log_probs():
 
 
 def gradient(size, **settings):
-    """The gradient in the log-probs of all rows, added up over micro-batches of ``size`` rows."""
+    """Return the gradient of all rows' log-probs, accumulated over micro-batches of ``size`` rows."""
     old, new = log_probs()
     for first in range(0, len(BATCH), size):
         rows = list(range(first, min(first + size, len(BATCH))))
@@ -40,8 +40,7 @@ def gradient_of_the_bug(size):
         part = slice(first, first + size)
         mask = BATCH.policy.mask[part]
         losses, _ = gmpo(new[part], old[part], BATCH.policy.advantages[part], mask)
-        of_rows = (losses * mask).sum(dim=1) / mask.sum(dim=1)
-        of_rows.mean().backward()
+        ((losses * mask).sum(dim=1) / mask.sum(dim=1)).mean().backward()
     return new.grad
 
 

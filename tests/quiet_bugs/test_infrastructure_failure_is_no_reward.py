@@ -1,6 +1,6 @@
 """miles#2800, "drop infra-aborted samples per sample (refill) instead of per group", and NeMo-RL#3470: a
-sample whose sandbox or engine had failed was trained on with reward 0, or its whole group was thrown away.
-The thread counts what that costs: at 5 % of failures and groups of 8, 1 - 0.95^8, a third of all samples.
+sample whose sandbox or engine had failed was trained with reward 0, or its whole group was dropped. The
+thread computes the cost: with 5 % failures and groups of 8, 1 - 0.95^8, a third of all samples.
 """
 
 import numpy as np
@@ -25,22 +25,22 @@ ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"]
 
 def advantages(rewards, estimator="dr_grpo"):
     group = group_of(rewards, [3] * len(rewards))
-    (found,) = sample_advantages([group], credit(estimator))
-    return found
+    (result,) = sample_advantages([group], credit(estimator))
+    return result
 
 
 def test_the_bug_lowers_the_baseline_of_the_others_and_blames_the_sample():
     as_zero = advantages([0.0 if np.isnan(r) else r for r in REWARDS])
-    assert as_zero.tolist() == [0.5, -0.5, 0.5, -0.5]  # for [1, 0, 1, 0], whose mean is 1/2
-    lost = 1 - 0.95**8  # of all groups, with all of their samples
+    assert as_zero.tolist() == [0.5, -0.5, 0.5, -0.5]  # [1, 0, 1, 0] has mean 1/2
+    lost = 1 - 0.95**8  # share of groups dropped
     assert lost == pytest.approx(0.337, abs=1e-3)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_others_have_the_advantages_of_a_group_without_it(estimator):
-    found = advantages(REWARDS, estimator)
-    np.testing.assert_allclose(found[[0, 2, 3]], advantages([RIGHT, RIGHT, WRONG], estimator), rtol=1e-6)
-    assert found[1] == 0 and found[0] > 0 > found[3]
+    result = advantages(REWARDS, estimator)
+    np.testing.assert_allclose(result[[0, 2, 3]], advantages([RIGHT, RIGHT, WRONG], estimator), rtol=1e-6)
+    assert result[1] == 0 and result[0] > 0 > result[3]
 
 
 def test_one_sample_is_lost_and_not_its_group():
@@ -59,15 +59,15 @@ def test_a_failed_environment_is_named_and_never_trained_on_whatever_its_reward(
 
 def test_a_part_that_could_not_be_scored_makes_a_reward_that_is_unknown_and_not_lower():
     parts = {"math": np.array([1.0, np.nan, 0.0]), "format": np.array([1.0, 1.0, 1.0])}
-    found = combine(parts, [term("math"), term("format", weight=0.5)])
-    np.testing.assert_array_equal(found, np.array([1.5, np.nan, 0.5], np.float32))
+    rewards = combine(parts, [term("math"), term("format", weight=0.5)])
+    np.testing.assert_array_equal(rewards, np.array([1.5, np.nan, 0.5], np.float32))
 
 
 def test_an_evaluation_leaves_it_out_of_its_accuracy():
     group = group_of([RIGHT, FAILED, RIGHT, RIGHT], [3] * 4)
     judged = JudgedProblem.from_verdict("set", group.prompt, {}, Verdict.from_group(group), (1,))
     assert judged.values["pass@1"] == 1
-    assert np.nan_to_num(group.rewards).mean() == 0.75  # as it would be with 0
+    assert np.nan_to_num(group.rewards).mean() == 0.75  # with 0 for the failure
 
 
 def test_the_run_counts_it_apart_from_wrong_answers():

@@ -1,8 +1,8 @@
 """miles#1383, "gate REINFORCE++ KL by the loss mask in returns", and slime#1370: the KL in the reward was
-added up over tool tokens, too, and reached the actions in front of them.
+also summed over tool tokens, and charged to the actions before them.
 
-The thread's numbers: mask [1, 0, 0, 1], a KL of 1 each, a discount of 0.9: the return of the first token is
--1.729, and was -3.439.
+The thread's numbers: mask [1, 0, 0, 1], a KL of 1 each, a discount of 0.9: the return of the first token
+should be -1.729, and was -3.439.
 """
 
 import numpy as np
@@ -17,11 +17,11 @@ MASK = np.array([True, False, False, True])
 
 
 def returns(kl, discount):
-    found, running = [], 0.0
+    result, running = [], 0.0
     for value in reversed(kl):
         running = -value + discount * running
-        found.append(running)
-    return found[::-1]
+        result.append(running)
+    return result[::-1]
 
 
 def test_the_bug_charges_the_action_for_the_tools_tokens():
@@ -29,16 +29,16 @@ def test_the_bug_charges_the_action_for_the_tools_tokens():
     assert returns(np.ones(4) * MASK, 0.9)[0] == pytest.approx(-1.729)
 
 
-@pytest.mark.parametrize("given", [0.0, 1.0, 1e6, np.nan])
-def test_an_action_pays_for_its_own_tokens_and_those_of_later_actions(given):
-    """``given``: KL at the tool's tokens, whatever it is. Of sampled tokens it is 1."""
+@pytest.mark.parametrize("tool_kl", [0.0, 1.0, 1e6, np.nan])
+def test_an_action_pays_for_its_tokens_and_those_of_later_actions(tool_kl):
+    """``tool_kl``: any KL at the tool's tokens. Sampled tokens have a KL of 1."""
     ids, versions = np.array([5, 6, 7, 8], np.int32), np.where(MASK, 0, -1).astype(np.int32)
     logprobs = np.where(MASK, -1.0, 0.0).astype(np.float32)
     rollouts = tuple(Rollout("p", i, ids, logprobs, "stop", "x", versions, MASK) for i in range(2))
     rewards = np.zeros(2, np.float32)
     group = Group(Prompt("p", np.array([1, 2], np.int32), "", "made"), rollouts, rewards, {}, ("", ""))
-    reference = [np.where(MASK, -2.0, -given).astype(np.float32)] * 2
+    reference = [np.where(MASK, -2.0, -tool_kl).astype(np.float32)] * 2
     batch = make_batch([group], [rewards], ref_logprobs=reference, max_new_tokens=9)
-    found = token_advantages(batch, [group], credit(kl_coef=1.0, kl={"estimator": "k1"}))
-    assert found.policy.advantages.tolist() == [[0, 0, -2, 0, 0, -1]] * 2
-    assert returns(np.ones(4), 1.0)[0] == -4  # as it would be with the tool's tokens
+    result = token_advantages(batch, [group], credit(kl_coef=1.0, kl={"estimator": "k1"}))
+    assert result.policy.advantages.tolist() == [[0, 0, -2, 0, 0, -1]] * 2
+    assert returns(np.ones(4), 1.0)[0] == -4  # with the tool's tokens

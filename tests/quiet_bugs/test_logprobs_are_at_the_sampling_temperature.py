@@ -1,6 +1,6 @@
 """trl#4159, "vLLM not computing correct log probs when using GRPO with =/=1 temperature", trl#3029 and
-prime-rl#697, "Fix temperature scaling of vLLM logprobs": one side had the log-probs of temperature 1, or
-divided the log-prob itself by the temperature, which is no log-prob.
+prime-rl#697, "Fix temperature scaling of vLLM logprobs": one side had log-probs of temperature 1, or
+divided the log-prob itself by the temperature, which gives no log-prob.
 
 trl#4159 shows a first-token ratio of 2 at temperature 0.6 where nothing has moved.
 """
@@ -23,20 +23,20 @@ def model():
 
 
 def sampled_from(model):
-    """The log-probs [3] of the tokens behind the first, as an engine reports what it drew from."""
+    """Return an engine's log-probs [3] of all tokens but the first, and the distributions behind them."""
     hidden, weight, tokens = model
-    at = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)[0, :-1]
-    return at.gather(1, tokens[0, 1:, None])[:, 0], at
+    logprobs = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)[0, :-1]
+    return logprobs.gather(1, tokens[0, 1:, None])[:, 0], logprobs
 
 
 def test_the_bug_takes_the_difference_of_temperatures_for_a_ratio(model):
-    engine, at = sampled_from(model)
+    engine, logprobs = sampled_from(model)
     hidden, weight, tokens = model
     raw_all = (hidden @ weight.T).log_softmax(-1)[0, :-1]
     raw = raw_all.gather(1, tokens[0, 1:, None])[:, 0]
     assert ((raw - engine).exp() - 1).abs().max() > 0.5
     scaled = raw_all / TEMPERATURE  # the second bug: these are no log-probs
-    assert (at.exp().sum(-1) - 1).abs().max() < 1e-5
+    assert (logprobs.exp().sum(-1) - 1).abs().max() < 1e-5
     assert scaled.exp().sum(-1).max() < 0.5
 
 

@@ -1,7 +1,7 @@
 """verl#6349, "mask invalid sequence loss values" (and verl#6361): a mask was applied by multiplication, and
 NaN times 0 is NaN.
 
-The thread injects one NaN with mask 0: `actor/pg_loss: nan` in the modes of sequences; only token-mean
+The thread injects one NaN with mask 0: `actor/pg_loss: nan` in the sequence modes; only token-mean
 selected its tokens. Its worked example: values [1, NaN, 3] with mask [1, 0, 1] must sum to 4.
 """
 
@@ -27,17 +27,11 @@ def test_the_bug_makes_nan_of_a_masked_token():
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [
-        ("token-mean", 2),
-        ("seq-mean-token-mean", 2),
-        ("seq-mean-token-sum", 4),
-        ("seq-mean-token-sum-norm", 1),
-        ("prompt-mean-token-mean", 2),
-    ],
-)
+    [("token-mean", 2), ("seq-mean-token-mean", 2), ("seq-mean-token-sum", 4), ("seq-mean-token-sum-norm", 1),
+     ("prompt-mean-token-mean", 2)],
+)  # fmt: skip
 def test_a_masked_nan_is_in_no_mode_of_aggregation(mode, expected):
-    found = aggregate(VALUES, MASK, mode, num_tokens=2, num_sequences=1, max_tokens=4)
-    assert found == expected
+    assert aggregate(VALUES, MASK, mode, num_tokens=2, num_sequences=1, max_tokens=4) == expected
 
 
 EVERY = [
@@ -48,23 +42,23 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("own", EVERY, ids=lambda own: str(next(iter(own.values()))))
-def test_the_whole_loss_and_its_gradient_are_those_without_it(own):
-    """NaN at every token that is not trained, in the log-probs of trainer, engine and reference."""
+@pytest.mark.parametrize("section", EVERY, ids=lambda section: str(next(iter(section.values()))))
+def test_the_whole_loss_and_its_gradient_are_those_without_it(section):
+    """NaN at every untrained token, in the log-probs of trainer, engine and reference."""
     batch = made_groups.batch(groups=2, samples=2)
-    settings = objective(**{"kl": {"coef": 0.1}, "aggregation": "seq-mean-token-mean"} | own)
+    settings = objective(**{"kl": {"coef": 0.1}, "aggregation": "seq-mean-token-mean"} | section)
     clean = torch.full(batch.tokens.shape, -1.0)
 
-    def of(garbage):
+    def loss_and_gradient(garbage):
         where = batch.policy.mask
         logprobs = torch.where(where, clean, garbage).requires_grad_()
         stream = {
             name: torch.where(where, getattr(batch.policy, name), garbage)
             for name in ("rollout_logprobs", "ref_logprobs", "advantages")
         }
-        found, _ = batch_loss(logprobs, change(batch, policy=stream), settings)
-        return found.detach(), torch.autograd.grad(found, logprobs)[0]
+        loss, _ = batch_loss(logprobs, change(batch, policy=stream), settings)
+        return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
 
-    (value, slope), (clean_value, clean_slope) = of(math.nan), of(0.0)
+    (value, slope), (clean_value, clean_slope) = map(loss_and_gradient, (math.nan, 0.0))
     assert math.isfinite(value) and value == clean_value
     assert torch.equal(slope, clean_slope) and not slope[~batch.policy.mask].any()

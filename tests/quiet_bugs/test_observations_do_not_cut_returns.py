@@ -1,8 +1,7 @@
-"""verl#6376, "skip tool observations in RF++ reward-to-go", and verl#7278: the scan that adds up what is
-still to come restarted at every token that is not trained, so that an action in front of a tool's answer
-lost the reward behind it.
+"""verl#6376, "skip tool observations in RF++ reward-to-go", and verl#7278: the reward-to-go scan restarted at
+every untrained token, so that an action before a tool's answer lost the later reward.
 
-The thread's numbers: rewards [0, 0, 1], mask [1, 0, 1] and a discount of 0.5 gave [0, 0.5, 1], and must give
+The thread's numbers: rewards [0, 0, 1], mask [1, 0, 1] and a discount of 0.5 gave [0, 0.5, 1] instead of
 [0.5, 1, 1].
 """
 
@@ -20,16 +19,16 @@ SAMPLED = np.array([True, False, True])  # an action, a tool's answer, an action
 
 
 def returns_of_the_bug(rewards, mask, discount, *, resets):
-    """``resets``: a token that is not trained ends what is carried to the tokens before it."""
-    running, found = torch.zeros(rewards.shape[0]), torch.zeros_like(rewards)
+    """Return the reward-to-go. ``resets``: an untrained token resets the running sum."""
+    running, returns = torch.zeros(rewards.shape[0]), torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
         if resets:
-            found[:, t] = rewards[:, t] + discount * running
-            running = found[:, t] * mask[:, t]
+            returns[:, t] = rewards[:, t] + discount * running
+            running = returns[:, t] * mask[:, t]
         else:
             running = torch.where(mask[:, t] > 0, rewards[:, t] + discount * running, running)
-            found[:, t] = running
-    return found
+            returns[:, t] = running
+    return returns
 
 
 def episode(sample):
@@ -47,19 +46,19 @@ def test_the_bug_loses_the_reward_in_front_of_the_observation():
 
 @pytest.mark.parametrize(("discount", "first"), [(0.5, 0.5), (1.0, 1.0)])
 def test_the_first_action_has_the_discounted_reward_of_the_last(discount, first):
-    """Two actions: the first is one turn away from the reward, and the tool's answer is none."""
+    """Two actions: the first is one turn before the reward; the tool's answer is no turn."""
     prompt = Prompt("p", np.array([1, 2], np.int32), "", "made")
     rewards = np.array([1, 0], np.float32)
     group = Group(prompt, (episode(0), episode(1)), rewards, {}, ("", ""))
     batch = make_batch([group], [np.zeros(2, np.float32)], ref_logprobs=None, max_new_tokens=9)
     how = credit("turn", std="none", discount=discount)
-    found = token_advantages(batch, [group], how).policy.advantages
-    # Less the mean of both samples, whose other one has no reward: half of each return is left.
-    assert (2 * found[0]).tolist() == [0, 0, first, 0, 1]
-    assert (found[0] + found[1]).tolist() == [0] * 5
+    advantages = token_advantages(batch, [group], how).policy.advantages
+    # Minus the mean over both samples, of which the other has no reward: half of each return remains.
+    assert (2 * advantages[0]).tolist() == [0, 0, first, 0, 1]
+    assert (advantages[0] + advantages[1]).tolist() == [0] * 5
 
 
-def test_what_is_still_to_come_passes_over_tokens_that_are_not_trained():
+def test_the_reward_to_go_passes_over_untrained_tokens():
     assert sum_to_go(torch.tensor([[0.0, 0, 1]])).tolist() == [[1, 1, 1]]
     two = turn_level(
         torch.tensor([0.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1.0]), torch.tensor([0]), discount=0.5

@@ -1,8 +1,8 @@
-"""training-gym#536, "fix resume bug": the optimiser's state of an earlier checkpoint was loaded into a run
-that began at step 0, where a new optimiser was meant.
+"""training-gym#536, "fix resume bug": the optimiser state of an earlier checkpoint was loaded into a run
+that began at step 0 and should have had a new optimiser.
 
-Adam's first step is as long as the learning rate, against the gradient. With the moments of 200 gradients of
-10 the first step of the new run goes the other way.
+Adam's first step has the size of the learning rate, against the gradient. With the moments of 200 gradients
+of 10 the first step of the new run goes the other way.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def adam():
 
 
 class Policy(fakes.World):
-    """Keeps what it is told to load, and what the engines get."""
+    """Records the directories that it loads."""
 
     def __init__(self):
         super().__init__()

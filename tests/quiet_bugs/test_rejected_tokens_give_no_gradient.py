@@ -1,8 +1,8 @@
-"""verl#6362, "mask rewards in outcome estimators": a reward that lies on a token which rejection has removed
-still made an advantage for the tokens that were kept.
+"""verl#6362, "mask rewards in outcome estimators": a reward on a token that rejection had removed still gave
+the kept tokens an advantage.
 
-Two samples of 24 tokens; the last one of the first sample is rejected, and the reward of 1 lies on it. The
-thread's numbers: advantages 0.5 and -0.5 and a gradient of norm 2.755, where its fix has 0.
+Two samples of 24 tokens; the last token of the first sample is rejected and has the reward of 1. The thread's
+numbers: advantages 0.5 and -0.5 and a gradient of norm 2.755, which is 0 with its fix.
 """
 
 import numpy as np
@@ -17,29 +17,29 @@ from tests.support.losses import credit, objective
 from tests.support.made_groups import group_of
 
 LENGTH, PROMPT = 24, 2
+MASK = {"kind": "mis", "low": 0.5, "high": 2.0}
 
 
-def made(engine_logprobs=None):
-    """The batch of a right and a wrong sample; ``engine_logprobs`` [C] of the first one."""
+def batch_of(last=-1.0):
+    """Return a right and a wrong sample. ``last``: engine's log-prob of the last token of the right one."""
     group = group_of([1, 0], [LENGTH, LENGTH], prompt_tokens=PROMPT)
-    if engine_logprobs is not None:
-        group.rollouts[0].logprobs[:] = engine_logprobs
+    group.rollouts[0].logprobs[-1] = last
     advantages = sample_advantages([group], credit("dr_grpo"))
     return make_batch([group], advantages, ref_logprobs=None, max_new_tokens=LENGTH)
 
 
 def gradient(batch, **settings):
-    """The gradient of the loss in the trainer's log-probs, which are -1 everywhere."""
+    """Return the gradient of the loss by the trainer's log-probs, which are all -1."""
     logprobs = torch.full(batch.tokens.shape, -1.0, requires_grad=True)
     loss, _ = batch_loss(logprobs, batch, objective(**settings))
-    (found,) = torch.autograd.grad(loss, logprobs)
-    return found[:, PROMPT:]
+    (gradients,) = torch.autograd.grad(loss, logprobs)
+    return gradients[:, PROMPT:]
 
 
 def test_the_bug_gives_the_kept_tokens_an_advantage():
     rewards, kept = torch.zeros(2, LENGTH), torch.ones(2, LENGTH)
     rewards[0, -1], kept[0, -1] = 1.0, 0.0
-    scores = rewards.sum(dim=1)  # of all tokens, the rejected one among them
+    scores = rewards.sum(dim=1)  # includes the rejected token
     advantages = (scores - scores.mean())[:, None] * kept
     assert advantages[0].tolist() == [0.5] * 23 + [0.0] and advantages[1].tolist() == [-0.5] * 24
     assert not ((rewards * kept).sum(dim=1) - (rewards * kept).sum(dim=1).mean()).any()
@@ -48,18 +48,12 @@ def test_the_bug_gives_the_kept_tokens_an_advantage():
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_a_rejected_token_has_gradient_0_under_every_loss(loss):
     """Also where a loss reads the tokens of a sample together, as GMPO's mean does."""
-    engine = np.full(LENGTH, -1.0, np.float32)
-    engine[-1] = 2.0
-    found = gradient(made(engine), loss=loss, correction={"kind": "mis", "low": 0.5, "high": 2.0})
-    assert found[0, -1] == 0
+    assert gradient(batch_of(2.0), loss=loss, correction=MASK)[0, -1] == 0
 
 
 def test_a_rejected_token_has_gradient_0_and_changes_no_other():
     """The trainer finds the token e^3 times less likely than the engine, outside [0.5, 2]."""
-    engine = np.full(LENGTH, -1.0, np.float32)
-    engine[-1] = 2.0
-    rejected = gradient(made(engine), correction={"kind": "mis", "low": 0.5, "high": 2.0})
-    everything = gradient(made())
+    rejected, everything = gradient(batch_of(2.0), correction=MASK), gradient(batch_of())
     assert everything[0, -1] != 0 and rejected[0, -1] == 0
     assert torch.equal(rejected[0, :-1], everything[0, :-1]) and torch.equal(rejected[1], everything[1])
 
@@ -73,15 +67,11 @@ def test_a_rejected_token_has_gradient_0_and_changes_no_other():
     ],
 )
 def test_a_rejected_sample_moves_nothing_wherever_its_reward_lies(rejection):
-    engine = np.full(LENGTH, -1.0, np.float32)
-    engine[-1] = 2.0
-    found = gradient(made(engine), correction=rejection)
-    assert not found[0].any() and torch.equal(found[1], gradient(made())[1])
+    rows = gradient(batch_of(2.0), correction=rejection)
+    assert not rows[0].any() and torch.equal(rows[1], gradient(batch_of())[1])
 
 
-def test_a_sample_whose_own_log_prob_is_unknown_is_not_in_the_batch_at_all():
-    engine = np.full(LENGTH, -1.0, np.float32)
-    engine[-1] = np.nan
-    batch = made(engine)
+def test_a_sample_with_an_unknown_engine_log_prob_is_not_in_the_batch_at_all():
+    batch = batch_of(np.nan)
     assert not batch.policy.mask[0].any() and not batch.policy.advantages[0].any()
     assert (batch.denominators.tokens, batch.denominators.sequences) == (24, 1)

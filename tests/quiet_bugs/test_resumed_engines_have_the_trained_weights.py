@@ -23,13 +23,13 @@ RESUMED_AT, INITIAL = 3, 0
 
 
 class Engines(fakes.World):
-    """One engine to probe. The log-prob of a token is -1 - 0.1 times the version of the weights that give it.
-    ``stale``: the engine keeps the weights it has, whatever is sent.
+    """Probes one engine, whose token log-probs are -1 - 0.1 times the version of its weights. ``stale``: the
+    engine ignores new weights.
     """
 
     def __init__(self, stale=False):
         super().__init__(jitter=False)
-        self.stale, self.held, self.serving = stale, INITIAL, object()
+        self.stale, self.engine_weights, self.serving = stale, INITIAL, object()
         self.policy_version = INITIAL
         self.notes = []
 
@@ -48,7 +48,7 @@ class Engines(fakes.World):
         return await super().update(batches, **how)
 
     async def push(self, version):
-        self.held = self.held if self.stale else version
+        self.engine_weights = self.engine_weights if self.stale else version
         return await super().push(version)
 
 
@@ -60,10 +60,10 @@ class Probes:
         return {"rollout-0": self.world.serving}
 
     async def sample(self, engine, prompts, seeds, sampling):
-        ids, held = np.array([4, 2], np.int32), np.float32(-1 - 0.1 * self.world.held)
+        ids, value = np.array([4, 2], np.int32), np.float32(-1 - 0.1 * self.world.engine_weights)
         versions = np.full(2, self.world.version, np.int32)
         return [
-            tuple(Rollout(p.uid, i, ids, np.full(2, held), "stop", "x", versions) for i in range(len(seeds)))
+            tuple(Rollout(p.uid, i, ids, np.full(2, value), "stop", "x", versions) for i in range(len(seeds)))
             for p in prompts
         ]
 
@@ -80,7 +80,7 @@ def resume(world):
 
 
 def test_the_bug_syncs_after_step_1_alone():
-    """The sync runs ``if step == 1``; a run that resumes at 3 never comes to it."""
+    """The sync runs ``if step == 1``, which a run that resumes at 3 never reaches."""
     synced = [step for step in range(RESUMED_AT + 1, 7) if step == 1]
     assert synced == []
 
@@ -89,7 +89,7 @@ def test_weights_are_sent_before_the_loop_begins_and_after_they_are_loaded():
     world = Engines()
     resume(world)
     assert world.events == ["load", "sync 3 with 0 in flight"]
-    assert (world.held, world.version) == (RESUMED_AT, RESUMED_AT)
+    assert (world.engine_weights, world.version) == (RESUMED_AT, RESUMED_AT)
 
 
 def test_a_resumed_run_trains_where_the_engine_has_the_weights():
@@ -101,10 +101,10 @@ def test_a_resumed_run_trains_where_the_engine_has_the_weights():
 
 @pytest.mark.parametrize("resumed", [True, False])
 def test_an_engine_that_kept_other_weights_ends_the_run_before_they_move_anything(resumed):
-    """Its label is right and its weights are not: only the log-probs of its own samples show it."""
+    """Its label is right, its weights are wrong: only the log-probs of its samples show it."""
     world = Engines(stale=True)
     progress = resume(world).progress if resumed else Progress()
-    world.held = world.held if resumed else 7
+    world.engine_weights = world.engine_weights if resumed else 7
     with pytest.raises(Unhealthy, match="engine and trainer are not the same model"):
         train(world, fakes.config(steps=5), fakes.prompts(40), progress=progress)
     assert world.updates == []

@@ -1,6 +1,6 @@
 """verl#6857, "fix seed collisions in deterministic GRPO rollouts": seeds were numbered within each worker's
-part of the batch, so that samples of one prompt in two parts got the same seed, and were the same sample.
-ms-swift#7219 and ms-swift#3450 are groups with identical completions.
+part of the batch, so samples of one prompt in two parts had the same seed, and were the same sample.
+ms-swift#7219 and ms-swift#3450 report groups with identical completions.
 
 A group of equal samples has equal rewards, and teaches nothing.
 """
@@ -18,7 +18,7 @@ SAMPLES, PARTS = 8, 2
 
 
 def seeds_of_the_bug(base, step):
-    """(step, prompt, number of the sample within its part) of one prompt whose samples are in two parts."""
+    """Hash (step, prompt, index of the sample in its part) for one prompt with samples in two parts."""
     return [hash((base, step, 0, i % (SAMPLES // PARTS))) for i in range(SAMPLES)]
 
 
@@ -27,7 +27,7 @@ def test_the_bug_samples_half_of_a_group_twice():
 
 
 def test_seeds_of_a_run_are_all_different():
-    """Of every step, prompt and sample, of its evaluations, and of the turns of episodes."""
+    """Over all steps, prompts, samples, evaluations, and turns of episodes."""
     seeds = [
         request_seed(0, step, f"p{i}", sample)
         for step in (-2, -1, 0, 1, 2)
@@ -44,7 +44,7 @@ def test_no_request_of_the_loop_has_the_seed_of_another(staleness):
     batch = {"prompts_per_step": 4, "samples_per_prompt": SAMPLES}
     evaluation = {"before": True, "after": False, "every": 2, "samples_per_prompt": 3}
     config = fakes.config(steps=6, max_staleness=staleness, batch=batch, evaluation=evaluation)
-    prompts = fakes.prompts(12)  # two epochs: a prompt that comes again has other samples
+    prompts = fakes.prompts(12)  # two epochs: a repeated prompt has other samples
     world = train(fakes.World(), config, prompts, eval_sets=[EvalSet("held", fakes.prompts(3))])
     training = [(uid, seed) for uid, seeds, _ in world.sampled if len(seeds) == SAMPLES for seed in seeds]
     assert len(training) == 6 * 4 * SAMPLES

@@ -1,5 +1,5 @@
 """prime-rl#1902, "fix off policy off by one": the age of a sample was compared with the bound before it was
-counted up, so that with a bound of 0 some samples were made by two versions of the policy.
+incremented, so with a bound of 0 some samples came from two versions of the policy.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from tests.support.fakes import train
 
 
 def updates_survived(bound, *, counts_first):
-    """The updates during which a sample may continue before it is cancelled."""
+    """Return the number of updates during which a sample may continue before it is cancelled."""
     age = 0
     for update in range(10):
         if counts_first:
@@ -26,15 +26,15 @@ def updates_survived(bound, *, counts_first):
 
 
 class Spanning(fakes.World):
-    """The second token of a sample is made by the weights that the engine has at its end."""
+    """The second token of a sample has the version of the weights at its end."""
 
     async def sample(self, prompt, **request):
-        begun = self.version
+        first = self.version
         for _ in range(20):
             await asyncio.sleep(0)
-        found = await super().sample(prompt, **request)
-        versions = np.array([begun, self.version], np.int32)
-        return tuple(dataclasses.replace(rollout, policy_versions=versions) for rollout in found)
+        rollouts = await super().sample(prompt, **request)
+        versions = np.array([first, self.version], np.int32)
+        return tuple(dataclasses.replace(rollout, policy_versions=versions) for rollout in rollouts)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])

@@ -1,6 +1,6 @@
 """open-instruct#1794, "Fix advantages/batch desync when mask_truncated_completions drops samples": truncated
-completions left the batch before the rewards were cut into groups of equal size. Where the number left was
-still divisible, samples were compared with those of another prompt.
+completions left the batch before the rewards were cut into groups of equal size. If the remaining
+number was still divisible, samples were compared with samples of another prompt.
 """
 
 import numpy as np
@@ -15,22 +15,22 @@ TRUNCATED = np.array([[False, True, True, True], [False, False, False, True]])
 
 
 def groups():
-    made = []
+    result = []
     for rewards, cut in zip(REWARDS, TRUNCATED, strict=True):
-        reasons = ["length" if own else "stop" for own in cut]
-        made.append(group_of(rewards.tolist(), [3] * 4, reasons=reasons))
-    return made
+        reasons = ["length" if c else "stop" for c in cut]
+        result.append(group_of(rewards.tolist(), [3] * 4, reasons=reasons))
+    return result
 
 
 def test_the_bug_compares_samples_of_two_prompts():
     kept = REWARDS.reshape(-1)[~TRUNCATED.reshape(-1)]
-    mixed = kept.reshape(-1, 4)  # four are left: one "group", of both prompts
+    mixed = kept.reshape(-1, 4)  # four remain: one "group" of both prompts
     assert mixed.shape == (1, 4) and not (mixed - mixed.mean()).any()
 
 
-def test_every_sample_is_compared_with_those_of_its_own_prompt():
-    found = sample_advantages(groups(), credit("dr_grpo"))
-    assert [own.tolist() for own in found] == [[0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]]
+def test_every_sample_is_compared_with_samples_of_its_prompt():
+    values = sample_advantages(groups(), credit("dr_grpo"))
+    assert [v.tolist() for v in values] == [[0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]]
 
 
 def test_truncated_samples_are_in_the_baseline_and_not_in_the_loss():

@@ -1,9 +1,9 @@
 """trl#7269, "GRPO: put vLLM's truncated-sampling log-probs on the trainer's support", and ms-swift#8442: the
-engine samples with top-p, and its log-probs are normalised over the tokens that this kept; the trainer's were
-those of the whole vocabulary.
+engine samples with top-p, and its log-probs are normalised over the kept tokens; the trainer normalised over
+the whole vocabulary.
 
-trl#7269 measures it: with top_p = 0.8 the ratio of a policy that has not moved is the share kept, 0.896 on
-average, and half of all tokens are outside of [0.9, 1.1].
+trl#7269 measures it: with top_p = 0.8 the ratio of an unmoved policy is the kept share, 0.896 on average, and
+half of all tokens are outside [0.9, 1.1].
 """
 
 import pytest
@@ -18,7 +18,7 @@ TOKENS, WIDTH, VOCABULARY, TOP_P = 400, 8, 50, 0.8
 
 @pytest.fixture(scope="module")
 def sampled():
-    """Hidden states, an LM head, and what an engine samples with top-p: tokens, log-probs and kept lists."""
+    """Return hidden states, an LM head, and an engine's top-p tokens, log-probs, kept lists and shares."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH, generator=generator)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator)
@@ -26,7 +26,7 @@ def sampled():
     kept = (p.cumsum(1) - p) < TOP_P
     q = torch.where(kept, p, 0.0) / torch.where(kept, p, 0.0).sum(dim=1, keepdim=True)
     chosen = torch.multinomial(q, 1, generator=generator)
-    lists = [sorted(ids[own].tolist()) for ids, own in zip(order, kept, strict=True)]
+    lists = [sorted(ids[mask].tolist()) for ids, mask in zip(order, kept, strict=True)]
     shares = torch.where(kept, p, 0.0).sum(dim=1)
     return hidden, weight, order.gather(1, chosen)[:, 0], q.gather(1, chosen)[:, 0].log(), lists, shares
 

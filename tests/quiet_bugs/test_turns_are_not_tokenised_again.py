@@ -1,8 +1,8 @@
 """trl#5224, "Re-tokenization bug in GRPO multi-turn tool calling" (trl#5144), and ms-swift#10012, "Fix exact
 token-in/token-out consistency": the sampled ids of a turn were decoded, and the text tokenised again.
 
-The thread's example: "he", "llo" are sampled, their text "hello" is one token of its own. The log-probs of
-the sample then belong to tokens that were never trained.
+The thread's example: "he", "llo" are sampled, their text "hello" is a single token. The log-probs of the
+sample then belong to tokens that were never trained.
 """
 
 import numpy as np
@@ -23,9 +23,9 @@ VOCABULARY = ["<eos>", *"helo?\n", "he", "ll", "llo", "hello"]
 
 def tokenizer():
     ids = {token: i for i, token in enumerate(VOCABULARY)}
-    made = Tokenizer(BPE(vocab=ids, merges=MERGES))
-    made.decoder = Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    bpe = Tokenizer(BPE(vocab=ids, merges=MERGES))
+    bpe.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
 
 
 def ids_of(*tokens):
@@ -36,10 +36,9 @@ SAMPLED = ids_of("he", "llo")
 
 
 def played():
-    """An episode of two actions, each of the two tokens, with an observation between them."""
-    own = tokenizer()
+    """Play an episode of two actions of two tokens each, with an observation between them."""
     data = DataConfig(train=(DataSourceConfig(path="demo:add3"),), chat_template="none")
-    renderer = Renderer(own, data, EnvironmentsConfig())
+    renderer = Renderer(tokenizer(), data, EnvironmentsConfig())
     prompt = Prompt("p", np.array(ids_of("?"), np.int32), "", "made", "?", task=Task("made"))
     dialogue, contexts = Dialogue(renderer, prompt), []
     for version, logprobs in ((3, [-0.5, -0.25]), (4, [-0.125, -2.0])):
@@ -51,16 +50,16 @@ def played():
 
 
 def test_the_bug_makes_one_token_of_the_two_that_were_sampled():
-    own = tokenizer()
-    again = own(own.decode(SAMPLED), add_special_tokens=False)["input_ids"]
+    bpe = tokenizer()
+    again = bpe(bpe.decode(SAMPLED), add_special_tokens=False)["input_ids"]
     assert again == ids_of("hello") != SAMPLED
 
 
 def test_the_next_turn_reads_the_tokens_that_were_sampled():
     (first, second), rollout = played()
-    given = ids_of("\n", "ll", "\n")
-    assert first == ids_of("?") and second == [*first, *SAMPLED, *given]
-    assert rollout.completion_ids.tolist() == [*SAMPLED, *given, *SAMPLED]
+    observed = ids_of("\n", "ll", "\n")
+    assert first == ids_of("?") and second == [*first, *SAMPLED, *observed]
+    assert rollout.completion_ids.tolist() == [*SAMPLED, *observed, *SAMPLED]
 
 
 def test_log_probs_and_versions_stay_with_their_tokens():

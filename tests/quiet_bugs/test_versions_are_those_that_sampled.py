@@ -2,8 +2,8 @@
 advanced when the weights were published, before the engines had paused. Groups started in between had the
 new version while the engine still served the old weights, so staleness was understated.
 
-Here a token's version is the engine's own label at the step that produced it, and the label changes between
-pause and resume, after the last weight has arrived.
+Here a token's version is the engine's label at the engine step that produced it, and the label changes
+between pause and resume, after the last weight has arrived.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ OLD, NEW = 4, 5
 
 
 def noted(method):
-    """Note the call of an asynchronous ``method`` in the engine's log, then run it."""
+    """Log the call of an asynchronous ``method``, then run it."""
 
     async def call(engine, *arguments, **keywords):
         engine.log.append(method.__name__)
@@ -31,7 +31,7 @@ def noted(method):
 
 
 class Engine:
-    """Serves while it is not paused, and labels what it makes. ``log``: what was called, in order."""
+    """Labels tokens while it is not paused. ``log``: calls in order."""
 
     def __init__(self):
         self.label, self.weights, self.paused, self.log = OLD, OLD, False, []
@@ -62,64 +62,59 @@ class Engine:
         self.paused = False
 
     def token(self):
-        """The label and the weights of a token, if one can be made now."""
+        """Return the label and the weights version of a token; None while paused."""
         return None if self.paused else (self.label, self.weights)
 
 
 def test_the_bug_labels_tokens_of_old_weights_with_the_new_version():
-    engine, made = Engine(), []
+    engine, tokens = Engine(), []
 
     async def update():
         await engine.pause(drain=False)
         await engine.update_weights({})
         await engine.resume()
 
-    version = NEW  # published
-    made.append((version, engine.weights))  # a group that begins before the pause
+    tokens.append((NEW, engine.weights))  # published, and a group begins before the pause
     asyncio.run(update())
-    assert made == [(NEW, OLD)]
+    assert tokens == [(NEW, OLD)]
 
 
 def test_an_engine_labels_every_token_with_the_weights_that_made_it():
     spec = EngineSpec(RolloutConfig(), WeightSyncConfig(mode="keep"), ModelConfig(path="m"), "m", 256, seed=0)
-    worker, engine, made = RolloutWorker(spec), Engine(), []
+    worker, engine, tokens = RolloutWorker(spec), Engine(), []
     worker._engine = engine
 
     async def update():
-        made.append(engine.token())
+        tokens.append(engine.token())
         assert await worker.begin_update()
-        made.append(engine.token())
+        tokens.append(engine.token())
         await worker.receive_weights([], 1, None)
-        made.append(engine.token())
+        tokens.append(engine.token())
         assert await worker.finish_update(NEW) == NEW
-        made.append(engine.token())
+        tokens.append(engine.token())
 
     asyncio.run(update())
     assert engine.log == [
         "pause", "start_weight_update", "update_weights",
         "finish_weight_update", "set_weight_version", "resume",
     ]  # fmt: skip
-    assert made == [(OLD, OLD), None, None, (NEW, NEW)]
+    assert tokens == [(OLD, OLD), None, None, (NEW, NEW)]
 
 
 def test_a_sample_that_spans_an_update_has_both_versions():
     spans = [SimpleNamespace(start=0, end=2, version="4"), SimpleNamespace(start=2, end=5, version="5")]
     logprobs = SimpleNamespace(logprobs=[-0.5] * 5, start_indices=list(range(5)))
     output = SimpleNamespace(
-        finish_reason="stop",
-        logprobs=logprobs,
-        token_ids=[7] * 5,
-        weight_versions=spans,
-        routed_experts=None,
+        finish_reason="stop", logprobs=logprobs, token_ids=[7] * 5, weight_versions=spans, routed_experts=None
     )
-    made = _generation(SimpleNamespace(outputs=[output], num_cached_tokens=0))
-    assert made.versions.tolist() == [4, 4, 5, 5, 5]
+    generation = _generation(SimpleNamespace(outputs=[output], num_cached_tokens=0))
+    assert generation.versions.tolist() == [4, 4, 5, 5, 5]
 
 
 def test_the_staleness_of_a_step_is_counted_from_its_tokens():
     """Not from the version at which a sample began or ended: 4, 4 and 5 are 3, 3 and 2 behind version 7."""
     group = group_of([1.0], [3])
     group.rollouts[0].policy_versions[:] = [4, 4, 5]
-    found = rollout_metrics([group], version=7)
-    assert found["rollout/staleness_max"] == 3
-    assert found["rollout/staleness_mean"] == pytest.approx(8 / 3)
+    metrics = rollout_metrics([group], version=7)
+    assert metrics["rollout/staleness_max"] == 3
+    assert metrics["rollout/staleness_mean"] == pytest.approx(8 / 3)

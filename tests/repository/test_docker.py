@@ -1,4 +1,4 @@
-"""Images and launch files are linted, pinned and small, and tests run their installation steps."""
+"""Images and launch files are linted, pinned and small, and their installation steps are tested."""
 
 import os
 import re
@@ -19,17 +19,14 @@ from tests.support.submissions import BIN, health
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = [ROOT / "docker/Dockerfile", ROOT / "docker/Dockerfile.cpu"]
 SCRIPTS = [
-    ROOT / "launch/setup.sh",
-    ROOT / "launch/slurm.sbatch",
-    ROOT / "docker/healthcheck.sh",
-    ROOT / ".ci/run",
-]
+    ROOT / "launch/setup.sh", ROOT / "launch/slurm.sbatch", ROOT / "docker/healthcheck.sh", ROOT / ".ci/run",
+]  # fmt: skip
 
 
 def linter(name):
-    found = shutil.which(name, path=f"{BIN}:{os.environ['PATH']}")
-    assert found, f"{name} comes with the extra `dev`: make setup"
-    return found
+    path = shutil.which(name, path=f"{BIN}:{os.environ['PATH']}")
+    assert path, f"{name} comes with the extra `dev`: make setup"
+    return path
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
@@ -51,11 +48,11 @@ def instructions(path):
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
 def test_images_are_pinned_and_staged_and_run_without_root(path):
-    found = instructions(path)
-    outside = [rest for word, rest in found if word == "FROM" and not rest.startswith("base")]
+    steps = instructions(path)
+    outside = [rest for word, rest in steps if word == "FROM" and not rest.startswith("base")]
     assert len(outside) == 1 and re.fullmatch(r"\S+:\S+@sha256:[0-9a-f]{64} AS base", outside[0])
-    assert [rest for word, rest in found if word == "FROM"][1:] == ["base AS build", "base"]
-    last = dict(found[max(i for i, (word, _) in enumerate(found) if word == "FROM") :])
+    assert [rest for word, rest in steps if word == "FROM"][1:] == ["base AS build", "base"]
+    last = dict(steps[max(i for i, (word, _) in enumerate(steps) if word == "FROM") :])
     assert last["USER"] == "10001:10001"  # a number, so Kubernetes sees that it is not root
     assert "docker/healthcheck.sh" in last["HEALTHCHECK"]
     assert last["COPY"].startswith("--from=build ")
@@ -75,23 +72,23 @@ def test_images_are_installed_by_the_tested_script(path):
 
 def test_the_build_context_has_only_what_the_image_needs(tmp_path):
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
-    kept = [line[1:] for line in lines if line.startswith("!")]
+    names = [line[1:] for line in lines if line.startswith("!")]
     assert lines[0] == "*"
     size = 0
-    for name in kept:
+    for name in names:
         path = ROOT / name
         files = [path] if path.is_file() else [f for f in path.rglob("*") if "__pycache__" not in f.parts]
         assert path.exists()
         size += sum(f.stat().st_size for f in files if f.is_file())
     assert size < 5 * 2**20
-    assert {"launch", "docker", "grpo_dist", "actors", "pyproject.toml", "README.md", "LICENSE"} <= set(kept)
+    assert {"launch", "docker", "grpo_dist", "actors", "pyproject.toml", "README.md", "LICENSE"} <= set(names)
 
 
 def test_compose_has_a_head_and_workers_that_wait_for_it():
     services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
     head, worker = services["head"], services["worker"]
-    assert head["ports"] == ["127.0.0.1:8265:8265"]  # the job server, for this machine only
-    assert "ports" not in worker and "container_name" not in worker  # it can be scaled
+    assert head["ports"] == ["127.0.0.1:8265:8265"]  # the job server, local only
+    assert "ports" not in worker and "container_name" not in worker  # so that it can be scaled
     assert worker["depends_on"] == {"head": {"condition": "service_healthy"}}
     for node in (head, worker):
         assert node["environment"]["RAY_AUTH_MODE"] == "token"
@@ -101,7 +98,7 @@ def test_compose_has_a_head_and_workers_that_wait_for_it():
 
 
 def test_the_health_check_looks_behind_an_init_at_its_program(tmp_path):
-    """`docker run --init` starts a process with the name of its file."""
+    """`docker run --init` starts a process named after its file."""
     init = tmp_path / "tini"
     init.write_bytes(Path(shutil.which("bash")).read_bytes())
     init.chmod(0o755)
@@ -129,7 +126,7 @@ def test_the_health_check_asks_the_cluster_or_looks_at_the_program():
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """Copy the tracked files into a directory of their own."""
+    """Copy the tracked files into a separate directory."""
     directory = tmp_path_factory.mktemp("checkout")
     tracked = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -152,18 +149,18 @@ def test_an_installed_package_finds_the_templates(checkout, tmp_path):
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=HANG_S)
     here = venv / "bin/python"
-    # Dependencies come from this environment, grpo-dist itself does not.
-    (own,) = (venv / "lib").glob("python*/site-packages")
-    (own / "dependencies.pth").write_text(
+    # Only grpo-dist itself does not come from this environment.
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(
         "\n".join(p for p in sys.path if p.endswith("site-packages")) + "\n"
     )
     install = [*pip[:3], "--python", here, *pip[3:], "install", "--no-deps", "--ignore-installed", wheel]
     subprocess.run(install, check=True, timeout=HANG_S)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     (tmp_path / "my.yaml").write_text((ROOT / "configs/demo.yaml").read_text())
-    for to in (("slurm", "--gpus-per-node", "0"), ("ray",)):
+    for target in (("slurm", "--gpus-per-node", "0"), ("ray",)):
         done = subprocess.run(
-            [venv / "bin/grpo-dist", "submit", "my.yaml", "--to", *to, "--dry-run", "output_dir=/runs"],
+            [venv / "bin/grpo-dist", "submit", "my.yaml", "--to", *target, "--dry-run", "output_dir=/runs"],
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every command and snippet of the documents runs as a reader would run it, or is parsed, with the reason."""
+"""Every command and snippet of the documents runs as for a reader, or is only parsed, with a reason."""
 
 import argparse
 import json
@@ -24,15 +24,15 @@ from tests.support.documents import COMMANDS, ROOT, Block, blocks, documents, in
 from tests.support.patience import HANG_S
 
 BLOCKS = [block for path in documents() for block in blocks(path)]
-# CHANGELOG.md also names commands that are gone.
+# CHANGELOG.md also names removed commands.
 TEXTS = [path for path in documents() if path.name != "CHANGELOG.md"]
 INLINE = sorted({(str(p.relative_to(ROOT)), command) for p in TEXTS for command in inline_commands(p)})
 BASE = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
-# Commands whose first argument is a file or run of the reader's own, not a configuration.
+# Commands whose first argument is the reader's file or run, not a configuration.
 OTHER_FILES = {"pipeline", "status", "logs", "stop", "report", "score", "compare", "--compare"}
 
 
-def of(*languages: str) -> list[Block]:
+def blocks_in(*languages: str) -> list[Block]:
     return [block for block in BLOCKS if block.language in languages]
 
 
@@ -58,26 +58,26 @@ def place(tmp_path, monkeypatch, request) -> Path:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("block", of("yaml"), ids=str)
+@pytest.mark.parametrize("block", blocks_in("yaml"), ids=str)
 def test_a_configuration_in_the_documents_loads(block, tmp_path):
-    found = yaml.safe_load(block.text)
-    if "stages" in found:
-        checked(found, str(block), PipelineFile)
+    config = yaml.safe_load(block.text)
+    if "stages" in config:
+        checked(config, str(block), PipelineFile)
         return
     path = tmp_path / "shown.yaml"
     path.write_text(block.text)
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
-    if not {"model", "data"} <= set(found):  # a part of a configuration
+    if not {"model", "data"} <= set(config):  # a part of a configuration
         path.write_text("defaults: [base.yaml]\n" + block.text)
     assert isinstance(load_config(path), Config)
 
 
-@pytest.mark.parametrize("block", [b for b in of("python") if b.mode == ""], ids=str)
+@pytest.mark.parametrize("block", [b for b in blocks_in("python") if b.mode == ""], ids=str)
 def test_python_in_the_documents_works_as_written(block, place):
     exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("block", [b for b in of("python") if b.mode == "parsed"], ids=str)
+@pytest.mark.parametrize("block", [b for b in blocks_in("python") if b.mode == "parsed"], ids=str)
 def test_python_that_is_only_parsed_compiles_and_its_imports_exist(block):
     compile(block.text, str(block), "exec")
     for line in (li for li in block.text.splitlines() if re.match(r"(from|import) ", li)):
@@ -104,7 +104,7 @@ def test_every_command_in_a_text_exists(document, command):
 
 
 def check_command(command: str, document: Path) -> None:
-    """Check that program, target and module exist, that options are known and that overrides fit."""
+    """Check that program, target, module and options exist, and that overrides fit."""
     words = shlex.split(re.sub(r"\s\[[^]]*\]", "", command).partition(" && ")[0])
     while "=" in words[0]:  # NAME=value before the command
         words = words[1:]
@@ -114,12 +114,13 @@ def check_command(command: str, document: Path) -> None:
         assert words[1] in targets
     elif words[0] == "python":
         assert words[1] != "-m" or find_spec(words[2]), command
-        assert words[1] == "-m" or (ROOT / words[1]).is_file() or is_shown(words[1], document), command
+        is_shown = any(block.file == words[1] for block in blocks(document))
+        assert words[1] == "-m" or (ROOT / words[1]).is_file() or is_shown, command
     elif words[0] == "grpo-dist":
-        check_own(words, document)
+        check_grpo_dist(words, document)
 
 
-def check_own(words: list[str], document: Path) -> None:
+def check_grpo_dist(words: list[str], document: Path) -> None:
     if words[1:] in ([], ["..."], ["--help"]) or words[-1] == "...":
         return
     if len(words) == 2:  # a mention, not a call
@@ -129,22 +130,17 @@ def check_own(words: list[str], document: Path) -> None:
     assert args.command and not [word for word in rest if "=" not in word]
     if words[1] == "submit" and args.to in ("slurm", "kuberay"):
         assert args.gpus_per_node is not None, "the command refuses this line"
-    of_a_model = words[1] == "eval" and not words[2].endswith(".yaml")
-    if OTHER_FILES & set(words) or of_a_model:
+    if OTHER_FILES & set(words) or (words[1] == "eval" and not words[2].endswith(".yaml")):
         return
-    given = [w for w in words[3:] if "=" in w and not w.startswith("-")]
-    overrides = [w for w in given if not w.partition("=")[2].isupper()]  # NAME is a placeholder
-    own = next((b for b in blocks(document) if b.file == words[2]), None)
+    settings = [w for w in words[3:] if "=" in w and not w.startswith("-")]
+    overrides = [w for w in settings if not w.partition("=")[2].isupper()]  # NAME is a placeholder
+    shown = next((b for b in blocks(document) if b.file == words[2]), None)
     if words[2].startswith("configs/"):
         load_config(ROOT / words[2], overrides)
-    elif own is None:
+    elif shown is None:
         load_config(ROOT / "configs/demo.yaml", overrides)
     else:
-        resolved(yaml.safe_load(own.text), overrides)
-
-
-def is_shown(name: str, document: Path) -> bool:
-    return any(block.file == name for block in blocks(document))
+        resolved(yaml.safe_load(shown.text), overrides)
 
 
 def test_every_block_that_is_only_parsed_gives_a_reason():
@@ -160,10 +156,10 @@ def test_every_block_that_is_only_parsed_gives_a_reason():
 def test_documents_and_their_marks_are_found():
     names = {str(path.relative_to(ROOT)) for path in documents()}
     assert names >= {"README.md", "launch/README.md", "configs/README.md", "grpo_dist/guides/tutorial.md"}
-    unread = [str(b) for b in BLOCKS if b.language not in ("", "yaml", "python", "sh", "bash", "diff")]
-    assert unread == [], "a language that no test knows"
+    untested = [str(b) for b in BLOCKS if b.language not in ("", "yaml", "python", "sh", "bash", "diff")]
+    assert untested == [], "no test covers this language"
     marks = sum(path.read_text().count("<!-- docs: ") for path in documents())
-    assert marks == sum(bool(block.mode) for block in BLOCKS), "a mark is above no block, or misspelt"
+    assert marks == sum(bool(block.mode) for block in BLOCKS), "a mark is misspelt, or not above a block"
 
 
 LINKS = sorted(
@@ -233,7 +229,7 @@ def apply_overrides(block: Block) -> str:
 
 TUTORIAL = "grpo_dist/guides/tutorial.md"
 EXTENDING = "grpo_dist/guides/extending.md"  # test_extending.py runs its blocks in a copy of the package
-AFTER = "grpo_dist/guides/after_training.md"  # test_after_training.py runs its blocks on runs that it makes
+AFTER = "grpo_dist/guides/after_training.md"  # test_after_training.py runs its blocks on generated runs
 ALONE = [b for b in BLOCKS if b.mode == "run" and b.document not in (TUTORIAL, EXTENDING, AFTER)]
 
 
@@ -247,7 +243,7 @@ def test_a_command_of_the_guides_runs(block, tmp_path):
 @pytest.mark.machine
 @pytest.mark.slow
 def test_the_tutorial_runs_from_its_first_line_to_its_last(tmp_path):
-    """Run its blocks in order in one directory; a real engine and a real rank train two steps."""
+    """Runs its blocks in order in one directory; a real engine and a real rank train two steps."""
     shown = blocks(ROOT / TUTORIAL)
     for block in shown:
         if block.file:

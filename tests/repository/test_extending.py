@@ -1,4 +1,4 @@
-"""The guide "extending": its edits are made in a copy of the package, and each example runs there."""
+"""The guide "extending": its edits are applied to a copy of the package, and each example runs there."""
 
 import re
 import shutil
@@ -22,12 +22,12 @@ def section_of(block: Block) -> str:
 
 
 def apply(diff: str, source: str) -> str:
-    """Apply the hunks of ``diff``, which ``...`` separates. Each must fit exactly one place of ``source``."""
+    """Apply the hunks of ``diff``, separated by ``...``. Each must match exactly one place in ``source``."""
     for hunk in re.split(r"^\.\.\.\n", diff, flags=re.MULTILINE):
         lines = hunk.splitlines()
         before = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
         after = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
-        assert before and f"\n{source}".count(f"\n{before}") == 1, f"fits no or several places:\n{before}"
+        assert before and f"\n{source}".count(f"\n{before}") == 1, f"matches no or several places:\n{before}"
         source = f"\n{source}".replace(f"\n{before}", f"\n{after}")[1:]
     return source
 
@@ -42,22 +42,20 @@ def checkout(tmp_path):
 
 @pytest.mark.parametrize("section", slow_after(SECTIONS, 1))
 def test_each_part_is_added_by_the_guide(section, checkout):
-    own = [block for block in blocks(ROOT / GUIDE) if section_of(block) == section]
-    for block in own:
+    section_blocks = [block for block in blocks(ROOT / GUIDE) if section_of(block) == section]
+    for block in section_blocks:
         if block.language == "diff":
             name, _, diff = block.text.partition("\n")
             path = checkout / name.removeprefix("# ")
             path.write_text(apply(diff, path.read_text()))
         elif block.file:
             (checkout / block.file).write_text(block.text)
-    examples = [block for block in own if block.mode == "run"]
+    examples = [block for block in section_blocks if block.mode == "run"]
     assert len(examples) == 1
     command = [sys.executable, "-c", examples[0].text]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(checkout), "HOME": str(checkout)}
-    done = subprocess.run(
-        command, cwd=checkout, env=environment,
-        capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
+    options = {"cwd": checkout, "env": environment, "timeout": HANG_S}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 

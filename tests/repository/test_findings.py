@@ -1,4 +1,4 @@
-"""The findings, without installing anything: scripts on their page, pinned, and what `make findings` says."""
+"""The findings, without installing them: pinned scripts, their page, and the output of `make findings`."""
 
 import importlib.util
 import os
@@ -32,7 +32,7 @@ def test_the_page_has_a_row_of_each_finding():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Run findings that exit with the given codes; return exit code and output."""
+    """Run findings that exit with ``codes``; return exit code and output."""
     spec = importlib.util.spec_from_file_location("run_findings", FOLDER / "run.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

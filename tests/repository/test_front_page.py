@@ -34,7 +34,7 @@ def test_the_front_page_quotes_the_loop():
     [
         ("for x in y:\n    b(x)\n    c(x)\n", True),
         ("for x in y:\n    ...\n    c(x)\n...\nd()\n", True),
-        ("for x in y:\n    c(x)\n", False),  # a line is missing, and nothing says so
+        ("for x in y:\n    c(x)\n", False),  # a line is missing, without ...
         ("for x in y:\n    c(x)\n    b(x)\n", False),
         ("for x in y:\n    b(z)\n", False),
         ("for x in y:\nb(x)\n", False),
@@ -47,7 +47,7 @@ def test_a_quote_that_differs_from_its_source_is_found(quote, fits):
 def test_every_promise_names_a_test_file_that_exists():
     promises = [line for line in section("Guarantees").splitlines() if line.startswith("- ")]
     files = [re.search(r"`(tests/\S+\.py)`$", line) for line in promises]
-    assert len(promises) == 6 and all(found and (ROOT / found[1]).is_file() for found in files)
+    assert len(promises) == 6 and all(match and (ROOT / match[1]).is_file() for match in files)
 
 
 def test_every_place_to_add_something_exists():

@@ -1,4 +1,4 @@
-"""The versions that the GPU image installs are those that torch, its CUDA libraries and vLLM ask for."""
+"""The GPU image installs the versions that torch, its CUDA libraries and vLLM require."""
 
 import json
 import re
@@ -19,28 +19,28 @@ WHEELS = json.loads(FILE.read_text())
 
 
 def pins(text):
-    found = (line.split("==") for line in text.splitlines() if line and line[0] != "#")
-    return {canonicalize_name(name): version for name, version in found}
+    pairs = (line.split("==") for line in text.splitlines() if line and line[0] != "#")
+    return {canonicalize_name(name): version for name, version in pairs}
 
 
 def required():
-    """Return what the wheels require on the image, with the extras of cuda-toolkit that torch asks for."""
+    """Yield the requirements of the wheels on the image, with the extras of cuda-toolkit that torch needs."""
     (toolkit,) = (
         r for line in WHEELS["torch"]["requires"] if (r := Requirement(line)).name == "cuda-toolkit"
     )
-    asked = {"torch": {""}, "vllm": {""}, "cuda-toolkit": toolkit.extras | {""}}
+    extras = {"torch": {""}, "vllm": {""}, "cuda-toolkit": toolkit.extras | {""}}
     lines = chain.from_iterable(
         ((name, line) for line in wheel["requires"]) for name, wheel in WHEELS.items()
     )
     for name, line in lines:
         requirement = Requirement(line)
         marker = requirement.marker
-        if marker is None or any(marker.evaluate(IMAGE | {"extra": extra}) for extra in asked[name]):
+        if marker is None or any(marker.evaluate(IMAGE | {"extra": extra}) for extra in extras[name]):
             yield name, requirement
 
 
 def contradictions(text):
-    """Yield what ``text`` pins to a version that a wheel does not accept, or does not pin."""
+    """Yield the requirements that ``text`` pins to a version that a wheel rejects, or does not pin."""
     pinned = pins(text)
     for name, requirement in required():
         version = pinned.get(canonicalize_name(requirement.name))
@@ -59,8 +59,8 @@ def test_the_constraints_agree_with_what_the_wheels_require():
 )  # fmt: skip
 def test_a_resolution_for_the_cpu_build_of_torch_contradicts_them(package, version):
     pin = f"{package}=={version}\n" if version else ""
-    (found, *_) = contradictions(re.sub(rf"^{package}==.*\n", pin, PINNED, flags=re.MULTILINE))
-    assert f"{package}" in found and found.endswith(f"not {version}")
+    (problem, *_) = contradictions(re.sub(rf"^{package}==.*\n", pin, PINNED, flags=re.MULTILINE))
+    assert f"{package}" in problem and problem.endswith(f"not {version}")
 
 
 def test_the_metadata_is_of_the_versions_in_use():

@@ -12,7 +12,7 @@ from tests.support.documents import ROOT
 from tests.support.patience import HANG_S, wait_until
 from tests.support.tiers import slow_after
 
-# Takes pytest's place in both halves. Each waits until the other has started, too.
+# Replaces pytest in both halves. Each waits until the other has started.
 _STUB = """#!/bin/sh
 case "$*" in *"not machine"*) half=others code=$OTHERS ;; *) half=clusters code=$CLUSTERS ;; esac
 trap 'echo interrupted >> "$DIRECTORY/$half"; exit 2' INT
@@ -26,8 +26,8 @@ exit "$code"
 
 
 @pytest.fixture
-def begun(tmp_path):
-    """Start the halves with a stand-in for Python that returns the given codes."""
+def start_halves(tmp_path):
+    """Start the halves with a fake Python that returns these codes."""
     stub = tmp_path / "python"
     stub.write_text(_STUB)
     stub.chmod(0o755)
@@ -37,9 +37,9 @@ def begun(tmp_path):
             "import sys; from tests.support import halves; "
             f"sys.exit(halves.main({list(arguments)!r}, {str(stub)!r}))"
         )
-        own = {"CLUSTERS": str(clusters), "OTHERS": str(others), "DIRECTORY": str(tmp_path)}
+        variables = {"CLUSTERS": str(clusters), "OTHERS": str(others), "DIRECTORY": str(tmp_path)}
         return subprocess.Popen(
-            [sys.executable, "-c", program], cwd=ROOT, env=os.environ | own, text=True,
+            [sys.executable, "-c", program], cwd=ROOT, env=os.environ | variables, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -54,10 +54,10 @@ def begun(tmp_path):
     ),
 )
 def test_both_halves_run_at_once_and_the_exit_code_reports_a_failure_of_either(
-    begun, tmp_path, clusters, others, fails
+    start_halves, tmp_path, clusters, others, fails
 ):
-    """pytest returns 5 when no test is selected, which one half may do."""
-    process = begun(clusters, others)
+    """pytest returns 5 if no test is selected, which may happen in one half."""
+    process = start_halves(clusters, others)
     output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == int(fails), output
     lines = output.splitlines()
@@ -68,22 +68,22 @@ def test_both_halves_run_at_once_and_the_exit_code_reports_a_failure_of_either(
     assert all("-m pytest -n 2 --dist loadfile --no-loadscope-reorder" in call for call in calls)
     tier = "and not evidence and not slow -k loss\n"
     assert calls[0].endswith(f"-m machine {tier}")
-    assert calls[1].endswith(f"-m not machine {tier}"), "every test is in one of them"
+    assert calls[1].endswith(f"-m not machine {tier}"), "every test is in one half"
 
 
-def test_all_tests_are_both_tiers(begun, tmp_path):
-    process = begun(0, 0, ["--all", "-x"])
+def test_all_tests_are_both_tiers(start_halves, tmp_path):
+    process = start_halves(0, 0, ["--all", "-x"])
     process.communicate(timeout=HANG_S)
     assert (tmp_path / "clusters").read_text().endswith("-m machine and not evidence -x\n")
     assert (tmp_path / "others").read_text().endswith("-m not machine and not evidence -x\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_both_halves_also_in_the_background(begun, tmp_path, number):
+def test_an_interrupt_ends_both_halves_also_in_the_background(start_halves, tmp_path, number):
     """A shell starts a background job with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process = begun("wait", "wait")
+        process = start_halves("wait", "wait")
     finally:
         signal.signal(signal.SIGINT, before)
     files = [tmp_path / half for half in ("clusters", "others")]

@@ -1,4 +1,4 @@
-"""What the targets of the Makefile run; `test_halves.py` has the halves of `make test`."""
+"""The commands of the Makefile's targets; `test_halves.py` has the halves of `make test`."""
 
 import os
 import shutil
@@ -17,8 +17,8 @@ exit "$CODE"
 
 
 @pytest.fixture
-def made(tmp_path):
-    """Run a target with a stand-in for Python that returns ``code``; return the exit code and the calls."""
+def run_make(tmp_path):
+    """Run a target with a fake Python that returns ``code``; return the exit code and the calls."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     (tmp_path / "python").write_text(_STUB)
@@ -29,16 +29,10 @@ def made(tmp_path):
         log = tmp_path / "calls"
         log.unlink(missing_ok=True)
         command = [
-            "make",
-            "-C",
-            ROOT,
-            target,
-            f"BIN={tmp_path}",
-            f"READY={tmp_path / 'ready'}",
-            f"PACKAGES={tmp_path / 'ready'}",
-            *arguments,
-        ]
-        # `make test ARGS=...` passes both on to this test.
+            "make", "-C", ROOT, target, f"BIN={tmp_path}", f"READY={tmp_path / 'ready'}",
+            f"PACKAGES={tmp_path / 'ready'}", *arguments,
+        ]  # fmt: skip
+        # A `make test ARGS=...` that runs this test exports both.
         inherited = {n: value for n, value in os.environ.items() if n != "ARGS" and not n.startswith("MAKE")}
         environment = inherited | {"CODE": code, "LOG": str(log)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -47,21 +41,18 @@ def made(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("code", ["0", "1"])
-def test_the_suite_is_both_halves_and_fails_as_they_do(made, code):
-    failed, (call,) = made("test", code, "ARGS=-k loss")
+@pytest.mark.parametrize(
+    ("target", "code", "option"), [("test", "0", ""), ("test", "1", ""), ("test-all", "0", "--all ")]
+)
+def test_the_suite_is_both_halves_and_fails_as_they_do(run_make, target, code, option):
+    failed, (call,) = run_make(target, code, "ARGS=-k loss")
     assert (failed != 0) == (code != "0")
-    assert call == "-m tests.support.halves -k loss"
-
-
-def test_all_tests_are_the_halves_with_the_slow_ones(made):
-    _, (call,) = made("test-all", "0", "ARGS=-k loss")
-    assert call == "-m tests.support.halves --all -k loss"
+    assert call == f"-m tests.support.halves {option}-k loss"
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout with these two files alone."""
+    """Return a checkout with only these two files."""
     (tmp_path / "launch").mkdir()
     (tmp_path / ".venv").mkdir()
     (tmp_path / "pyproject.toml").touch()
@@ -71,20 +62,20 @@ def checkout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("there", "given", "used"),
+    ("installed", "extra", "used"),
     [(None, None, "cpu"), (None, "gpu", "gpu"), ("gpu", None, "gpu"), ("gpu", "cpu", "cpu")],
 )
-def test_targets_use_the_environment_that_is_there(checkout, there, given, used):
-    """Without EXTRA, after `make demo EXTRA=gpu`. Prints what it would run."""
+def test_targets_use_the_environment_that_is_there(checkout, installed, extra, used):
+    """For example without EXTRA, after `make demo EXTRA=gpu`. `make -n` only prints its commands."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    if there:
-        (checkout / f".venv/.ready-{there}").touch()
-    command = ["make", "-n", "-C", checkout, "bench", *([f"EXTRA={given}"] if given else [])]
+    if installed:
+        (checkout / f".venv/.ready-{installed}").touch()
+    command = ["make", "-n", "-C", checkout, "bench", *([f"EXTRA={extra}"] if extra else [])]
     plain = {n: v for n, v in os.environ.items() if n != "EXTRA" and not n.startswith("MAKE")}
     would = subprocess.run(command, env=plain, capture_output=True, text=True, check=True).stdout
     assert f"configs/bench/{used}_" in would
-    assert ("launch/setup.sh" in would) == (used != there)
+    assert ("launch/setup.sh" in would) == (used != installed)
     assert "launch/setup.sh" not in would or f"EXTRA={used} " in would
 
 
@@ -116,7 +107,7 @@ exit "$CODE"
 
 @pytest.fixture
 def set_up(checkout):
-    """Run the set-up with these settings of pip and this exit code of uv; return the calls."""
+    """Run the set-up with these pip settings and this exit code of uv; return the calls."""
     (checkout / "docker").mkdir()
     (checkout / "docker/constraints-cpu.txt").write_text("numpy==2.3.5\n")
     (checkout / ".venv/bin").mkdir()

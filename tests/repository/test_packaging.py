@@ -1,4 +1,4 @@
-"""Guarantees for the packages as a whole: imports and shipped files."""
+"""Guarantees for whole packages: imports and shipped files."""
 
 import json
 import shutil
@@ -88,7 +88,7 @@ def test_whether_a_run_fits_this_machine_is_known_without_ray():
 
 
 def test_a_plan_needs_neither_torch_nor_a_library_of_models():
-    """The loop that it simulates draws more groups under dynamic sampling, and a teacher scores them."""
+    """The simulated loop draws more groups under dynamic sampling, and a teacher scores them."""
     small = ["batch.prompts_per_step=8", "sampling.max_new_tokens=64", "dynamic_sampling.enabled=true"]
     words = ["plan", "configs/gsm8k_qwen2.5_1.5b.yaml", "--cluster", "1x8xH100", *small]
     done = python(
@@ -99,7 +99,7 @@ def test_a_plan_needs_neither_torch_nor_a_library_of_models():
 
 
 def test_data_metrics_and_settings_are_read_without_torch():
-    """A test of these alone is collected in 3 seconds."""
+    """So a test of only these is collected in 3 seconds."""
     modules = "config.files, data.prompts, data.order, observe.tracker, plugins.inputs, runtime.hardware"
     names = ", ".join(f"grpo_dist.{name}" for name in modules.split(", "))
     done = python(f"import sys, {names}\nprint({{'torch', 'ray', 'transformers'}} & set(sys.modules))")
@@ -130,14 +130,8 @@ def test_every_shipped_configuration_loads(path):
 def test_the_shipped_pipeline_is_the_recipe_on_the_demo():
     pipeline = load_pipeline(ROOT / "configs/pipelines/r1_demo.yaml")
     assert [stage.kind for stage in pipeline.stages] == [
-        "sft",
-        "grpo",
-        "sample",
-        "sft",
-        "grpo",
-        "sample",
-        "sft",
-    ]
+        "sft", "grpo", "sample", "sft", "grpo", "sample", "sft",
+    ]  # fmt: skip
     assert pipeline["distilled"].config.sft.model == "demo:micro"
     assert pipeline["second_grpo"].inputs == ("second_sft",)
 
@@ -185,7 +179,7 @@ def test_a_tokenizer_needs_no_compiler_and_a_model_with_remote_code_still_genera
 @pytest.mark.slow
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_rank_imports_neither_mlflow_nor_the_compiler_for_deepspeeds_tuner_and_muon(skips):
-    """Without what it leaves out, the compiler is there, and mlflow where it is installed."""
+    """Without the skipping, the compiler is loaded, and mlflow if it is installed."""
     done = python(
         "import os, sys\nos.environ['DS_ACCELERATOR'] = 'cpu'\n"
         "from actors.workers.policy import skip_unused_imports\n"

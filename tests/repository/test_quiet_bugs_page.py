@@ -18,8 +18,8 @@ FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 THREAD = re.compile(r"([\w-]+#\d+)")
 
 
-# What the museum must have, whatever else it has.
-ASKED = (
+# The collection must have at least these.
+REQUIRED = (
     "verl#6362", "verl#6376", "verl#6361", "AReaL#1346", "trl#6369", "marin#6335", "trl#5144",
     "ms-swift#10012", "NeMo-RL#3599", "prime-rl#3050", "NeMo-RL#1798", "miles#2800", "training-gym#536",
     "verl#4948", "verl#5392",
@@ -36,7 +36,7 @@ def test_every_file_has_one_row_and_every_row_a_file():
     assert all(len(row) == 3 and all(row) for row in ROWS)
 
 
-@pytest.mark.parametrize("thread", ASKED)
+@pytest.mark.parametrize("thread", REQUIRED)
 def test_the_bugs_that_began_the_museum_are_in_it(thread):
     assert [row[-1] for row in ROWS if thread in THREAD.findall(row[0])], thread
 
@@ -53,13 +53,13 @@ def test_page_and_docstring_name_the_same_threads(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_test_shows_the_bug_next_to_what_holds(name):
-    found = [
+    tests = [
         node.name
         for node in ast.parse((FOLDER / name).read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
-    shown = [test for test in found if test.startswith("test_the_bug_")]
-    assert shown and len(found) > len(shown)
+    shown = [test for test in tests if test.startswith("test_the_bug_")]
+    assert shown and len(tests) > len(shown)
 
 
 def test_a_link_is_that_of_its_thread():

@@ -1,4 +1,4 @@
-"""Recorded results are rows made from a run's own files, and the documented table is made of them."""
+"""Recorded results are rows made from a run's files, and the documented table is made of them."""
 
 import json
 import os
@@ -11,35 +11,23 @@ from tests.evidence.learning_runs import README, RESULTS, record, rows_of, setti
 from tests.support.documents import ROOT
 
 CONFIG = {
-    "name": "demo",
-    "output_dir": "/x/runs",
-    "tracking": {"wandb": None},
-    "checkpoint": {"every": 5, "resume": "never"},
-    "policy": {"optimizer": {"lr": 1e-5}},
-    "code_paths": [str(ROOT / "tests")],
-    "seed": 3,
-    "steps": 5,
-    "model": {"path": "sft"},
-    "sft": {"model": "demo:tiny"},
-    "data": {"eval": [{"path": "demo:add3", "name": None, "max_rows": 64}]},
+    "name": "demo", "output_dir": "/x/runs", "tracking": {"wandb": None},
+    "checkpoint": {"every": 5, "resume": "never"}, "policy": {"optimizer": {"lr": 1e-5}},
+    "code_paths": [str(ROOT / "tests")], "seed": 3, "steps": 5, "model": {"path": "sft"},
+    "sft": {"model": "demo:tiny"}, "data": {"eval": [{"path": "demo:add3", "name": None, "max_rows": 64}]},
     "evaluation": {"samples_per_prompt": 2},
-}
+}  # fmt: skip
 ENVIRONMENT = {
     "started": "2026-11-23T08:00:00+00:00",
     "command": [
-        "cli.py",
-        "train",
-        "/x/configs/demo.yaml",
-        "checkpoint.resume=never",
-        "seed=3",
-        "output_dir=y",
+        "cli.py", "train", "/x/configs/demo.yaml", "checkpoint.resume=never", "seed=3", "output_dir=y",
     ],
     "cpus": 2,
     "processor": "AMD EPYC",
     "gpus": [],
     "git": "0123456789ab",
     "git_changed": [],
-}
+}  # fmt: skip
 
 
 def write_config(run_dir, **changes):
@@ -85,14 +73,11 @@ def test_a_new_run_of_the_same_command_replaces_its_row(run_dir, tmp_path):
     assert read(results) == [first, other]
 
 
-def test_settings_are_the_same_wherever_the_run_is_and_whoever_follows_it():
+def test_the_settings_digest_ignores_the_place_and_the_trackers_of_a_run():
     changes = {
-        "name": "x",
-        "output_dir": "/y",
-        "tracking": {"wandb": "w"},
-        "checkpoint": {"every": 5, "resume": "auto"},
-        "code_paths": ["tests"],
-    }
+        "name": "x", "output_dir": "/y", "tracking": {"wandb": "w"},
+        "checkpoint": {"every": 5, "resume": "auto"}, "code_paths": ["tests"],
+    }  # fmt: skip
     assert settings_digest(CONFIG | changes) == settings_digest(CONFIG)
     for other in (
         {"seed": 4},
@@ -107,12 +92,12 @@ def test_settings_are_the_same_wherever_the_run_is_and_whoever_follows_it():
     [
         (["tests/evidence/README.md", "tests/evidence/results.jsonl"], "0123456789ab"),
         (["tests/evidence/results.jsonl", "grpo_dist/cli.py"], "0123456789ab-dirty"),
-        (None, "0123456789ab-dirty"),  # a run of code that did not name them
+        (None, "0123456789ab-dirty"),  # a run of code that did not list them
     ],
 )
 def test_what_a_recording_writes_makes_no_commit_dirty(run_dir, changed, commit):
-    found = ENVIRONMENT | {"git": "0123456789ab-dirty", "git_changed": changed}
-    (run_dir / "environment.json").write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+    facts = ENVIRONMENT | {"git": "0123456789ab-dirty", "git_changed": changed}
+    (run_dir / "environment.json").write_text(json.dumps({k: v for k, v in facts.items() if v is not None}))
     assert [row["commit"] for row in rows_of(run_dir)] == [commit]
 
 

@@ -32,55 +32,15 @@ def config(key: str) -> Config:
 @pytest.mark.parametrize(
     "key",
     [
-        "api_key",
-        "API_KEY",
-        "openai-api-key",
-        "hf_token",
-        "token",
-        "client_secret",
-        "password",
-        "passwd",
-        "aws_secret_access_key",
-        "private_key",
-        "credentials",
-        "Authorization",
-        "Proxy-Authorization",
-        "api_keys",
-        "apiKeys",
-        "access_tokens",
-        "HF_TOKENS",
-        "client_secrets",
-        "passwords",
-        "pwd",
-        "db_passwd",
-        "passphrase",
-        "credential",
-        "Cookie",
-        "Set-Cookie",
-        "cookies",
-        "pass",
-        "db_pass",
-        "smtp.pass",
-        "key",
-        "openai_key",
-        "ssh_keys",
-        "signingKey",
-        "auth",
-        "basic_auth",
-        "auth_header",
-        "bearer",
-        "tokens",
-        "my_tokens",
-        "api_key_2",
-        "clientSecret",
-        "userpassword",
-        "judge.api.key",
-        "join_token",
-        "userpass",
-        "passcode",
-        "gcp_creds",
+        "api_key", "API_KEY", "openai-api-key", "hf_token", "token", "client_secret", "password", "passwd",
+        "aws_secret_access_key", "private_key", "credentials", "Authorization", "Proxy-Authorization",
+        "api_keys", "apiKeys", "access_tokens", "HF_TOKENS", "client_secrets", "passwords", "pwd",
+        "db_passwd", "passphrase", "credential", "Cookie", "Set-Cookie", "cookies", "pass", "db_pass",
+        "smtp.pass", "key", "openai_key", "ssh_keys", "signingKey", "auth", "basic_auth", "auth_header",
+        "bearer", "tokens", "my_tokens", "api_key_2", "clientSecret", "userpassword", "judge.api.key",
+        "join_token", "userpass", "passcode", "gcp_creds",
     ],
-)
+)  # fmt: skip
 def test_values_of_secret_keys_are_hidden(key):
     assert masked([{key: "abc"}]) == [{key: "***"}]
     assert masked({key: ["abc", "", ["d"]]}) == {key: ["***", "", ["***"]]}
@@ -110,39 +70,13 @@ def test_secrets_in_urls_are_hidden(url, shown):
 @pytest.mark.parametrize(
     "key",
     [
-        "api_key_env",
-        "max_tokens",
-        "buffer_tokens",
-        "stop_tokens",
-        "aggregation",
-        "tokenizer",
-        "secretary",
-        "max_new_tokens",
-        "token_values_every",
-        "tokens_per_second",
-        "token_ids",
-        "answer_key",
-        "reward_fn_key",
-        "key_columns",
-        "keys",
-        "pass_k",
-        "pass_rate",
-        "pass@8",
-        "pass_at_1",
-        "forward_pass",
-        "auth_mode",
-        "authors",
-        "monkey",
-        "eos_token",
-        "end_token",
-        "think_token",
-        "mask_token",
-        "truncated_tokens",
-        "lookahead_tokens",
-        "rationale_key",
-        "ref_key",
+        "api_key_env", "max_tokens", "buffer_tokens", "stop_tokens", "aggregation", "tokenizer", "secretary",
+        "max_new_tokens", "token_values_every", "tokens_per_second", "token_ids", "answer_key",
+        "reward_fn_key", "key_columns", "keys", "pass_k", "pass_rate", "pass@8", "pass_at_1", "forward_pass",
+        "auth_mode", "authors", "monkey", "eos_token", "end_token", "think_token", "mask_token",
+        "truncated_tokens", "lookahead_tokens", "rationale_key", "ref_key",
     ],
-)
+)  # fmt: skip
 def test_other_values_are_unchanged(key):
     assert masked({key: "abc", "url": "http://host:8000/v1?a=b@c"}) == {
         key: "abc",
@@ -197,8 +131,8 @@ def test_a_secret_in_the_next_word_of_a_command_is_hidden():
 
 def test_a_message_has_neither_values_of_secret_names_nor_known_secrets():
     tree = {"kwargs": {"api_key": "sesame-1", "base_url": "http://me:open-2@host/", "a": "Bearer abc12345"}}
-    said = "401 for sesame-1 (me:open-2, abc12345); {'pass': 'x y', 'n': 1}, token=zz, steps: 4"
-    assert masked_text(said, tree) == "401 for *** (***, ***); {'pass': ***, 'n': 1}, token=***, steps: 4"
+    message = "401 for sesame-1 (me:open-2, abc12345); {'pass': 'x y', 'n': 1}, token=zz, steps: 4"
+    assert masked_text(message, tree) == "401 for *** (***, ***); {'pass': ***, 'n': 1}, token=***, steps: 4"
 
 
 def test_a_number_of_tokens_is_shown_and_a_token_is_not(tmp_path):
@@ -227,24 +161,17 @@ IN_A_FILE = [
     'tracking: {tensorboard: "http://me:SESAME@host/"}',
 ]
 AS_OVERRIDES = [
-    "rewards.functions.0.kwargs.api_key=SESAME",
-    'judge.api_key="SESAME',
-    "steps.api_key=SESAME",
+    "rewards.functions.0.kwargs.api_key=SESAME", 'judge.api_key="SESAME', "steps.api_key=SESAME",
     'rewards={functions: [{function: judge, kwargs: {api_key: "SESAME}}]}',
     'rewards.functions=[{function: judge, kwargs: {api_key: "${SESAME"}}]',
-    "rewards.functions=[{function: judge, weight: [{password: SESAME}]}]",
-    "=judge.api_key=SESAME",
-    "steps={auth: [open, SESAME]",
-    "rewards.functions=[{tokens: [open, 'SESAME']}, ",
-    "rewards.functions=['--api-key SESAME']",
-    "+algorithm=SESAME",
-    "+algorithm=hf_SESAME: x",
-    "+model=SESAME",
-]
+    "rewards.functions=[{function: judge, weight: [{password: SESAME}]}]", "=judge.api_key=SESAME",
+    "steps={auth: [open, SESAME]", "rewards.functions=[{tokens: [open, 'SESAME']}, ",
+    "rewards.functions=['--api-key SESAME']", "+algorithm=SESAME", "+algorithm=hf_SESAME: x", "+model=SESAME",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides"), [(own, []) for own in IN_A_FILE] + [("", [own]) for own in AS_OVERRIDES]
+    ("text", "overrides"), [(line, []) for line in IN_A_FILE] + [("", [line]) for line in AS_OVERRIDES]
 )
 def test_no_error_of_a_configuration_shows_a_secret(tmp_path, text, overrides):
     path = tmp_path / "a.yaml"
@@ -257,10 +184,10 @@ def test_no_error_of_a_configuration_shows_a_secret(tmp_path, text, overrides):
 def test_no_refusal_of_an_argument_of_vllm_shows_a_secret(monkeypatch):
     extra = {"speculative_config": {"hf_token": "SESAME"}, "hf_token": "SESAME"}
     config = fakes.config(rollout={"engine": extra})
-    (said,) = engine_problems(config.rollout, config.algorithm, "cpu")
-    assert "SESAME" not in said and "speculative_config` = {'hf_token': '***'}" in said
-    (said,) = argument_problems({"hf_token": ["SESAME"]}, {"hf_token": bool | str})
-    assert "SESAME" not in said and "`rollout.engine.hf_token` = ***" in said
+    (message,) = engine_problems(config.rollout, config.algorithm, "cpu")
+    assert "SESAME" not in message and "speculative_config` = {'hf_token': '***'}" in message
+    (message,) = argument_problems({"hf_token": ["SESAME"]}, {"hf_token": bool | str})
+    assert "SESAME" not in message and "`rollout.engine.hf_token` = ***" in message
 
     def refuses(**arguments):
         raise RuntimeError(f"401 for {arguments}")
@@ -269,8 +196,8 @@ def test_no_refusal_of_an_argument_of_vllm_shows_a_secret(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(engine=None))
     monkeypatch.setitem(sys.modules, "vllm.engine", SimpleNamespace(arg_utils=vllm))
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", vllm)
-    said = whole_problem({"model": "m", "hf_token": "SESAME"}, {"hf_token": "SESAME"})
-    assert said is not None and "SESAME" not in said and "(hf_token=***)" in said
+    message = whole_problem({"model": "m", "hf_token": "SESAME"}, {"hf_token": "SESAME"})
+    assert message is not None and "SESAME" not in message and "(hf_token=***)" in message
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`make test` has a fixed choice of tests."""
+"""`make test` runs a fixed selection of tests."""
 
 import pytest
 

@@ -17,7 +17,7 @@ def endpoint(stand_in, **settings):
 
 
 def test_the_deadline_covers_headers_and_body_together():
-    """Each byte of the headers comes within a twentieth of a second, so any limit of one read would hold."""
+    """The header bytes come 0.05 s apart at most, so a timeout per read would never end the request."""
     with StandIn(lambda body, number: replied([1])) as server:
         server.drip = server.drip_headers = 1
         begin = time.monotonic()
@@ -30,28 +30,28 @@ def test_a_server_that_is_gone_is_not_asked_for_every_sample():
     """Two requests of two attempts each open the breaker; then one attempt after each pause."""
     down = [True]
     with StandIn(lambda body, number: failing(503) if down[0] else replied([1])) as server:
-        asked = endpoint(server, max_retries=1, break_after=2, break_s=60)
+        client = endpoint(server, max_retries=1, break_after=2, break_s=60)
         now = [100.0]
-        asked.breaker._clock = lambda: now[0]
+        client.breaker._clock = lambda: now[0]
         for _ in range(2):
             with pytest.raises(NoReply, match="HTTP 503: not now"):
-                asked.post("", {})
+                client.post("", {})
         assert len(server.requests) == 4
         for _ in range(10):
             with pytest.raises(NoReply, match="not asked: the last 2 requests or more failed"):
-                asked.post("", {})
+                client.post("", {})
         assert len(server.requests) == 4
         now[0] += 60
         with pytest.raises(NoReply, match="after 1 tries"):
-            asked.post("", {})
+            client.post("", {})
         assert len(server.requests) == 5
         down[0] = False
         now[0] += 60
         with pytest.raises(NoReply, match="not asked"):  # the pause has doubled
-            asked.post("", {})
+            client.post("", {})
         now[0] += 60
-        assert [asked.post("", {}), asked.post("", {})] == [[1], [1]]
-        asked.close()
+        assert [client.post("", {}), client.post("", {})] == [[1], [1]]
+        client.close()
 
 
 def test_the_pause_of_a_breaker_doubles_up_to_its_bound():
@@ -69,8 +69,8 @@ def test_the_pause_of_a_breaker_doubles_up_to_its_bound():
     assert breaker.permits() and not breaker.is_open
 
 
-def test_requests_that_were_on_their_way_when_the_breaker_opened_prolong_no_pause():
-    """Eight at once, of which the second failure opens it: the other six do not make 10 s into 300."""
+def test_requests_in_flight_when_the_breaker_opens_prolong_no_pause():
+    """The second failure of eight at once opens it: the other six do not turn 10 s into 300."""
     now = [0.0]
     breaker = CircuitBreaker(2, 10.0, clock=lambda: now[0])
     assert all(breaker.permits() for _ in range(8))
@@ -78,7 +78,7 @@ def test_requests_that_were_on_their_way_when_the_breaker_opened_prolong_no_paus
         breaker.failed()
         now[0] += 1.0
     assert not breaker.permits()
-    now[0] = 11.0  # ten seconds behind the second
+    now[0] = 11.0  # 10 s after the second failure
     assert breaker.permits() and not breaker.permits()
     breaker.failed()
     breaker.failed()  # late again
@@ -89,15 +89,15 @@ def test_requests_that_were_on_their_way_when_the_breaker_opened_prolong_no_paus
 
 
 def test_a_refused_request_does_not_open_the_breaker():
-    """The server is there: a prompt too long for it says nothing of the next."""
+    """The server is up: a prompt that is too long says nothing about the next one."""
     with StandIn(lambda body, number: failing(400) if number < 3 else replied([1])) as server:
-        asked = endpoint(server, break_after=1)
+        client = endpoint(server, break_after=1)
         for _ in range(3):
             with pytest.raises(NoReply, match="HTTP 400") as refusal:
-                asked.post("", {})
+                client.post("", {})
             assert refusal.value.status == 400
-        assert asked.post("", {}) == [1]
-        asked.close()
+        assert client.post("", {}) == [1]
+        client.close()
 
 
 QUESTION = [{"role": "user", "content": "?"}]
@@ -120,26 +120,26 @@ def test_a_retry_after_header_sets_the_pause():
 
 
 def first_reply_late(timeout_s):
-    """Return the reply, the number of requests and that of pauses, where the first attempt has ``timeout_s``
-    and later ones are in time.
+    """Return the reply and the numbers of requests and pauses, where the first attempt has ``timeout_s`` and
+    later ones are in time.
     """
     pauses = []
 
     def pause(seconds):
         pauses.append(seconds)
-        asked._settings = EndpointSettings(timeout_s=HANG_S)
+        client._settings = EndpointSettings(timeout_s=HANG_S)
 
     with StandIn(lambda body, number: "Yes" if pauses else after(10 * timeout_s, "late")) as stand_in:
-        asked = endpoint(stand_in, timeout_s=timeout_s, sleep=pause)
-        return asked.chat("m", QUESTION, 8), len(stand_in.requests), len(pauses)
+        client = endpoint(stand_in, timeout_s=timeout_s, sleep=pause)
+        return client.chat("m", QUESTION, 8), len(stand_in.requests), len(pauses)
 
 
 def test_a_slow_reply_is_abandoned_and_retried():
     for timeout_s in longer(0.3):
-        found = first_reply_late(timeout_s)
-        if found[1] == 2:  # the first request has arrived before it was abandoned
+        outcome = first_reply_late(timeout_s)
+        if outcome[1] == 2:  # the first request has arrived before it was abandoned
             break
-    assert found == ("Yes", 2, 1)
+    assert outcome == ("Yes", 2, 1)
 
 
 def test_a_connection_that_breaks_within_a_reply_is_retried():
@@ -182,7 +182,7 @@ def test_attempts_are_limited_and_count_against_the_rate_limit():
     assert waits["wait"] == 3 and "HTTP 500" in str(failure.value) and "after 3 tries" in str(failure.value)
 
 
-def test_what_is_no_json_is_not_sent():
+def test_a_body_that_is_no_json_is_not_sent():
     with StandIn(lambda body, number: replied([1])) as server, pytest.raises(NoReply, match="no JSON"):
         endpoint(server).post("", {"when": object()})
     assert server.requests == []

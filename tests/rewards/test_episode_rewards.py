@@ -1,4 +1,4 @@
-"""Rewards of episodes: what functions see of the turns, sums of the environment, and ends."""
+"""Rewards of episodes: the turns that functions see, sums of environment rewards, and outcome rewards."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ PROMPT = Prompt("p", np.array([1, 2], np.int32), "6", "made", "2*3?")
 
 
 def episode(sample, text, *rewards, reason="stop", observation=""):
-    """An episode whose first turn calls the calculator: sampled, given, given, sampled."""
+    """Return an episode whose first turn calls the calculator; tokens: sampled, given, given, sampled."""
     call = ToolCall("calculator", "2*3", "6", "ok", 0.5)
     turns = (Turn(0, 1, "first", "6", (call,), rewards[0]), Turn(0, 4, text, observation, (), rewards[1]))
     sampled = np.array([True, False, False, True])
@@ -50,13 +50,13 @@ def episode(sample, text, *rewards, reason="stop", observation=""):
                    np.array([0, -1, -1, 0], np.int32), sampled, turns)  # fmt: skip
 
 
-def of(*rollouts):
+def episode_group(*rollouts):
     return CompletionGroup.from_rollouts(PROMPT, rollouts, max_new_tokens=100)
 
 
 def test_a_function_that_names_turns_gets_the_whole_episode(pool):
     scores = Scorer([spec("calls", "episode_rewards:calls")], pool).score(
-        of(episode(0, "\\boxed{6}", None, 0.25), episode(1, "\\boxed{7}", None, None))
+        episode_group(episode(0, "\\boxed{6}", None, 0.25), episode(1, "\\boxed{7}", None, None))
     )
     assert scores.rewards.tolist() == [1.25, 1.0]
 
@@ -76,7 +76,7 @@ def test_the_environments_reward_sums_the_turns_that_have_one(rewards, expected)
 
 def test_the_environments_reward_leaves_samples_without_one_unscored(pool):
     scorer = Scorer([spec("environment", "environment", 2.0)], pool)
-    scores = scorer.score(of(episode(0, "", 1.0, 0.5), episode(1, "", None, None)))
+    scores = scorer.score(episode_group(episode(0, "", 1.0, 0.5), episode(1, "", None, None)))
     np.testing.assert_array_equal(scores.rewards, [3.0, NAN])
     assert np.isnan(scorer.score(completion_group(["a", "b"], "6")).rewards).all()
 
@@ -85,18 +85,18 @@ def test_the_environments_reward_leaves_samples_without_one_unscored(pool):
 def test_ends_of_episodes_are_rewarded_after_the_sum_and_of_episodes_alone(pool):
     scorer = Scorer([spec("math", "math", 2.0)], pool, outcome_rewards={"turns": -0.5, "length": -1.0})
     right = "\\boxed{6}"
-    ended = of(
+    group = episode_group(
         episode(0, right, None, None, reason="turns"),
         episode(1, right, None, None, reason="stop"),
         episode(2, "\\boxed{7}", None, None, reason="length"),
     )
-    assert scorer.score(ended).rewards.tolist() == [1.5, 2.0, -1.0]
+    assert scorer.score(group).rewards.tolist() == [1.5, 2.0, -1.0]
     (cut,) = made_groups.group_of([0], [3], reasons=["length"]).rollouts
-    assert scorer.score(of(replace(cut, text=right))).rewards.tolist() == [2.0]
+    assert scorer.score(episode_group(replace(cut, text=right))).rewards.tolist() == [2.0]
 
 
 def test_an_end_is_rewarded_where_the_environment_gave_no_reward_before_it(pool):
-    ended = of(
+    group = episode_group(
         episode(0, "", None, None, reason="turns"),
         episode(1, "", None, None, reason="length"),
         episode(2, "", None, NAN, reason="turns"),
@@ -105,7 +105,7 @@ def test_an_end_is_rewarded_where_the_environment_gave_no_reward_before_it(pool)
         episode(5, "", None, None, reason="error", observation="down"),
     )
     scorer = Scorer([spec("environment", "environment", 2.0)], pool, outcome_rewards={"turns": -0.5})
-    scores = scorer.score(ended)
+    scores = scorer.score(group)
     np.testing.assert_array_equal(scores.rewards, [-0.5, NAN, NAN, 0.0, NAN, NAN])
     np.testing.assert_array_equal(scores.parts["environment"], [0.0, NAN, NAN, 0.25, NAN, NAN])
 
@@ -114,18 +114,18 @@ def test_an_episode_whose_environment_failed_is_not_scored_and_never_0(pool):
     failed = episode(0, "\\boxed{6}", 1.0, None, reason="error", observation="the service is down")
     right = episode(1, "\\boxed{6}", 1.0, None)
     scorer = Scorer([spec("math", "math"), spec("environment", "environment", 0.5)], pool)
-    scores = scorer.score(of(failed, right))
+    scores = scorer.score(episode_group(failed, right))
     np.testing.assert_array_equal(scores.rewards, [NAN, 1.5])
     np.testing.assert_array_equal(scores.parts["math"], [NAN, 1.0])
     assert scores.outcomes == ["error", "correct"]
     assert scorer.news() == ("reward environment: the service is down",)
     # Without a math grader no sample has an outcome: one alone would make the others look ungraded.
-    alone = Scorer([spec("environment", "environment")], pool).score(of(failed, right))
+    alone = Scorer([spec("environment", "environment")], pool).score(episode_group(failed, right))
     assert alone.outcomes == ["", ""] and np.isnan(alone.rewards[0]) and alone.rewards[1] == 1.0
 
 
 def test_lengths_count_given_tokens_and_repetition_and_relative_length_only_sampled_ones(pool):
-    group = of(episode(0, "a", None, None), episode(1, "b", None, None))
+    group = episode_group(episode(0, "a", None, None), episode(1, "b", None, None))
     assert group.lengths == [4, 4]
     assert [ids.tolist() for ids in group.token_ids] == [[5, 8], [5, 8]]
     scores = Scorer([spec("overlong", "overlong", kwargs={"buffer_tokens": 100})], pool).score(group)

@@ -1,6 +1,4 @@
-"""The think/answer format: its time, and what is made to confuse it. What it accepts is next to the grader's
-cases.
-"""
+"""The think/answer format: run time and confusing inputs. `test_math_grading.py` has what it accepts."""
 
 import pytest
 
@@ -9,13 +7,20 @@ from grpo_dist.types import Thought
 from tests.support.made_completions import HOSTILE
 from tests.support.patience import cpu_s
 
-WORDS = "x" * 60_000
-LINEAR_S = 10.0  # each takes less than a second; the square of its length takes minutes
+WORDS, N = "x" * 60_000, 20_000
+LINEAR_S = 10.0  # each takes less than a second; quadratic time would be minutes
+CONFUSING_TAGS = [
+    "<think>" * N, "</think>" * N, "<think></think>" * N + "\\boxed{5}",
+    "<think></think>" + "<answer>" * N, "<think></think>" + "<answer>5</answer>" * N,
+    "<think></think>" + "</answer>5<answer>" * N, "<think></think>" + "<answer" * N,
+    "<answer><think></think>5</answer>", "<think><answer></think>5</answer>",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("completion", "score"),
     [
+        *((text, 0.0) for text in CONFUSING_TAGS),
         (f"<think>t</think><answer>{WORDS}</answer>", 1.0),
         (f"<think>{WORDS}</think><answer>5</answer>", 1.0),
         (f"<think></think><answer>{WORDS}</answer>", 0.0),
@@ -29,25 +34,20 @@ def test_format_takes_time_linear_in_the_length(completion, score):
         assert think_answer_format(completion) == score
 
 
-N = 20_000
 BOXES = {
-    "never closed": ("\\boxed{" * N, 0.0),
-    "one in another": ("\\boxed{" * N + "5" + "}" * N, 1.0),
+    "never closed": ("\\boxed{" * N, 0.0), "one in another": ("\\boxed{" * N + "5" + "}" * N, 1.0),
     "one in another around nothing": ("\\boxed{" * N + "}" * N, 0.0),
-    "half of them closed": ("\\boxed{{" * N + "}" * N, 0.0),
-    "empty": ("\\boxed{}" * N, 0.0),
+    "half of them closed": ("\\boxed{{" * N + "}" * N, 0.0), "empty": ("\\boxed{}" * N, 0.0),
     "empty, but for one": ("\\fbox{ }" * N + "\\boxed{0}", 1.0),
     "empty in one": ("\\boxed{" + "\\boxed{}" * N + "}", 0.0),
     "braces in one": ("\\boxed{" + "{" * N + "}" * N + "}", 0.0),
-    "braces between them": ("\\boxed{}{" * N, 0.0),
-    "the empty set": ("\\boxed{\\{\\}}", 1.0),
+    "braces between them": ("\\boxed{}{" * N, 0.0), "the empty set": ("\\boxed{\\{\\}}", 1.0),
     "an escaped brace closes none": ("\\boxed{" + "\\}" * N, 0.0),
     "without braces, around nothing": ("\\boxed" * N, 0.0),
     "without braces, around space": ("\\boxed" + " " * N, 0.0),
     "without braces, spaces between them": (("\\boxed" + " " * 50) * N, 0.0),
-    "without braces, around a sign": ("\\boxed," * N, 0.0),
-    "backslashes": ("\\" * N, 0.0),
-}
+    "without braces, around a sign": ("\\boxed," * N, 0.0), "backslashes": ("\\" * N, 0.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOXES)
@@ -57,72 +57,21 @@ def test_confusing_boxes_after_a_thought(name):
         assert think_answer_format(f"<think>t</think>{text}") == score
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<think>" * N,
-        "</think>" * N,
-        "<think></think>" * N + "\\boxed{5}",
-        "<think></think>" + "<answer>" * N,
-        "<think></think>" + "<answer>5</answer>" * N,
-        "<think></think>" + "</answer>5<answer>" * N,
-        "<think></think>" + "<answer" * N,
-        "<answer><think></think>5</answer>",
-        "<think><answer></think>5</answer>",
-    ],
-)
-def test_confusing_tags(text):
-    with cpu_s(LINEAR_S):
-        assert think_answer_format(text) == 0.0
-
-
 @pytest.mark.parametrize("name", sorted(HOSTILE))
 def test_no_hostile_answer_after_a_thought_delays_the_format(name):
     with cpu_s(LINEAR_S):
         assert think_answer_format(f"<think>t</think>{HOSTILE[name]}") in (0.0, 1.0)
-        own_tags = "<think>" in HOSTILE[name]
-        assert think_answer_format(f"<think>t</think><answer>{HOSTILE[name]}</answer>") == float(not own_tags)
+        has_tags = "<think>" in HOSTILE[name]
+        assert think_answer_format(f"<think>t</think><answer>{HOSTILE[name]}</answer>") == float(not has_tags)
 
 
 NOTHING = [
-    "",
-    " \n\t",
-    "\u200b",
-    "\u200b\u2060\ufeff",
-    "\u3164",
-    "\u2800",
-    "\ufe0f",
-    "\\,",
-    "\\quad",
-    "\\ ",
-    "~",
-    "$$",
-    "{}",
-    "\\text{}",
-    "\\text{ }",
-    "\\mathrm{\\,}",
-    "\\hspace{1em}",
-    "\\phantom{5}",
-    "\\text{\u200b}",
-    "\\mbox{}\\;",
-    "\\textbf{{}}",
-    "\\enskip",
-    "\\space",
-    "\\\\",
-    "\\newline",
-    "\\par",
-    "\\emph{}",
-    "\\underline{ }",
-    "\\sqrt{}",
-    "\\phantom{{5}}",
-    "\\phantom{\\text{5}}",
-    "\\phantom 5",
-    "\\rule{1em}{1em}",
-    "&nbsp;",
-    "&#160;",
-    "<br>",
-    "<br/><b></b>",
-]
+    "", " \n\t", "\u200b", "\u200b\u2060\ufeff", "\u3164", "\u2800", "\ufe0f", "\\,", "\\quad", "\\ ", "~",
+    "$$", "{}", "\\text{}", "\\text{ }", "\\mathrm{\\,}", "\\hspace{1em}", "\\phantom{5}", "\\text{\u200b}",
+    "\\mbox{}\\;", "\\textbf{{}}", "\\enskip", "\\space", "\\\\", "\\newline", "\\par", "\\emph{}",
+    "\\underline{ }", "\\sqrt{}", "\\phantom{{5}}", "\\phantom{\\text{5}}", "\\phantom 5", "\\rule{1em}{1em}",
+    "&nbsp;", "&#160;", "<br>", "<br/><b></b>",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("nothing", NOTHING)
@@ -136,24 +85,10 @@ def test_invisible_text_is_neither_a_thought_nor_an_answer(nothing):
 @pytest.mark.parametrize(
     "something",
     [
-        "\\sqrt{2}",
-        "\\underline{5}",
-        "\\phantom{{5}}5",
-        "a < b",
-        "<b>5</b>",
-        "\\\\5",
-        "\\rule{1em}{1em}1",
-        "0",
-        "x",
-        "\\emptyset",
-        "\\{\\}",
-        "\\infty",
-        "\\text{no}",
-        "答",
-        "\\pi",
-        "\\%",
+        "\\sqrt{2}", "\\underline{5}", "\\phantom{{5}}5", "a < b", "<b>5</b>", "\\\\5", "\\rule{1em}{1em}1",
+        "0", "x", "\\emptyset", "\\{\\}", "\\infty", "\\text{no}", "答", "\\pi", "\\%",
     ],
-)
+)  # fmt: skip
 def test_visible_text_is_an_answer(something):
     assert think_answer_format(f"<think>t</think>\\boxed{{{something}}}") == 1.0
 
@@ -174,11 +109,10 @@ def test_a_thought_opened_by_the_prompt_only_needs_closing(completion, score):
 
 
 def test_tags_are_settings_and_after_an_empty_thought_only_an_answer_is_expected():
-    own = Thought("<THINK>", "</THINK>")
-    assert think_answer_format("<THINK>a</THINK>[4]", thought=own, answer_tags=("[", "]")) == 1.0
-    assert think_answer_format("<think>a</think>\\boxed{4}", thought=own) == 0.0
+    custom = Thought("<THINK>", "</THINK>")
+    assert think_answer_format("<THINK>a</THINK>[4]", thought=custom, answer_tags=("[", "]")) == 1.0
+    assert think_answer_format("<think>a</think>\\boxed{4}", thought=custom) == 0.0
     assert think_answer_format("a</THINK>\\boxed{4}", thought=Thought("<THINK>", "</THINK>", "opens")) == 1.0
     closed = Thought(prompt="closes")
-    assert [
-        think_answer_format(c, thought=closed) for c in ("so \\boxed{4}", "<think>a</think>\\boxed{4}")
-    ] == [1.0, 0.0]
+    assert think_answer_format("so \\boxed{4}", thought=closed) == 1.0
+    assert think_answer_format("<think>a</think>\\boxed{4}", thought=closed) == 0.0

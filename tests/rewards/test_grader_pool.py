@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -140,12 +139,9 @@ def test_malformed_pairs_are_separate_errors(patient: GraderPool) -> None:
 
 def test_any_text_gets_a_grade(patient: GraderPool) -> None:
     texts = [
-        "\0\\boxed{5}\0",
-        "\ud800\udfff\\boxed{5}",
-        "🙂\u202e\\boxed{5}",
-        "\n\\boxed{5}\n[]\n",
+        "\0\\boxed{5}\0", "\ud800\udfff\\boxed{5}", "🙂\u202e\\boxed{5}", "\n\\boxed{5}\n[]\n",
         "x" * 10_000_000 + "\\boxed{5}",
-    ]
+    ]  # fmt: skip
     assert [g.outcome for g in patient.grade([(text, "5") for text in texts])] == ["correct"] * len(texts)
 
 
@@ -178,8 +174,9 @@ def test_failed_calls_have_a_reason(patient: GraderPool) -> None:
     failed = call(pool, "fails", completion="k")
     assert isinstance(failed, Failure) and failed.outcome == "error"
     assert re.fullmatch(r"KeyError: 'k' \(.*/reward_samples\.py:\d+ in fails\)", failed.detail)
-    left = call(pool, "leaves")
-    assert isinstance(left, Failure) and left.outcome == "error" and left.detail.startswith("SystemExit: 3 (")
+    exited = call(pool, "leaves")
+    assert isinstance(exited, Failure) and exited.outcome == "error"
+    assert exited.detail.startswith("SystemExit: 3 (")
     died = call(pool, "dies")
     assert isinstance(died, Failure) and died.outcome == "error" and "died" in died.detail
     assert math.isnan(call(pool, "nothing"))  # type: ignore[arg-type]
@@ -213,7 +210,7 @@ def test_importing_does_not_count_against_the_deadline(code: str) -> None:
 
 
 def test_importing_math_verify_counts_against_no_answer(code: str) -> None:
-    """Only an answer that the package's own reader does not know needs it: the first one of a process."""
+    """Only answers that the package's parser cannot read need it: here the first answer of a process."""
     Path(code, "sitecustomize.py").write_text(  # read by a grader process when it starts
         "import sys, time\n"
         "class Slow:\n"
@@ -259,10 +256,10 @@ def test_custom_code_is_found_in_code_paths_then_on_the_usual_path_but_never_in_
     for directory, name in ((usual, "in_two"), (here, "in_two"), (here, "only_here")):
         module_in(directory, name, 2.0 if directory == usual else 3.0)
     monkeypatch.chdir(here)
-    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{usual}{os.pathsep}")  # an empty entry is no directory
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{usual}{os.pathsep}")  # empty entries do not count
     with GraderPool(1, code_paths=[str(named)]) as pool:
-        found = [pool.call(f"{name}:value", [{"completion": ""}]) for name in ("in_all", "in_two")]
-        assert found == [[1.0], [2.0]]
+        values = [pool.call(f"{name}:value", [{"completion": ""}]) for name in ("in_all", "in_two")]
+        assert values == [[1.0], [2.0]]
         with pytest.raises(ValueError, match="No module named 'only_here'"):
             pool.check("only_here:value")
     with GraderPool(1, code_paths=["."]) as pool:
@@ -344,8 +341,8 @@ def test_closing_ends_every_process() -> None:
 
 @pytest.mark.parametrize("function", ["burns", "sleeps"])
 def test_no_process_outlives_a_killed_parent(code: str, function: str, tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    keywords = {"completion": "600", "answer": "", "mark": str(begun)}
+    mark = tmp_path / "begun"
+    keywords = {"completion": "600", "answer": "", "mark": str(mark)}
     script = (
         "from grpo_dist.rewards.pool import GraderPool\n"
         f"pool = GraderPool(2, timeout_s=600, code_paths=[{code!r}])\n"
@@ -353,21 +350,18 @@ def test_no_process_outlives_a_killed_parent(code: str, function: str, tmp_path:
         "print('ready', flush=True)\n"
         f"pool.call('reward_samples:{function}', [{keywords!r}])\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    try:
-        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
-        wait_until(begun.exists, "the function was not called")
-        # Two graders, which are idle, and one for the user's code, each below a guardian.
-        wait_until(
-            lambda: [len(below(guardian)) for guardian in children_of(parent.pid)] == [1, 1, 1],
-            lambda: f"the pool has other processes: {below(parent.pid)}",
-        )
-        graders = below(parent.pid)
-    finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-        assert parent.stdout is not None
-        parent.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+            wait_until(mark.exists, "the function was not called")
+            # Two graders, which are idle, and one for the user's code, each below a guardian.
+            wait_until(
+                lambda: [len(below(guardian)) for guardian in children_of(parent.pid)] == [1, 1, 1],
+                lambda: f"the pool has other processes: {below(parent.pid)}",
+            )
+            graders = below(parent.pid)
+        finally:
+            parent.kill()
     assert wait_until_gone(graders) == []
 
 

@@ -17,15 +17,15 @@ from tests.support.tiers import examples, slow_after
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[GraderPool]:
-    with GraderPool(2, timeout_s=2.0, memory_mb=512) as made:
-        yield made
+    with GraderPool(2, timeout_s=2.0, memory_mb=512) as pool:
+        yield pool
 
 
 def test_hostile_answers_cost_their_own_reward_only(pool: GraderPool) -> None:
-    """Each one is graded between a correct and a wrong plain answer, in another order than the table."""
+    """Each one is graded between a correct and a wrong plain answer, in a shuffled order."""
     names = random.Random(0).sample(sorted(HOSTILE), len(HOSTILE))
     pairs = [p for n in names for p in ((HOSTILE[n], "12345"), ("\\boxed{7}", "7"), ("\\boxed{8}", "7"))]
-    grades = in_time(pool, lambda: pool.grade(pairs), lambda found: [*found[1::3], *found[2::3]])
+    grades = in_time(pool, lambda: pool.grade(pairs), lambda grades: [*grades[1::3], *grades[2::3]])
     assert [g.outcome for g in grades[1::3]] == ["correct"] * len(names)
     assert [g.outcome for g in grades[2::3]] == ["wrong"] * len(names)
     unscored = {name: g for name, g in zip(names, grades[::3], strict=True) if not g.reward <= 0}
@@ -48,7 +48,7 @@ def test_any_text_and_any_gold_get_a_grade(
 ) -> None:
     completion, answer = "".join(pieces), "".join(gold)
     pairs = [(completion, "7"), (text, "7"), (f"{text}\\boxed{{{completion}}}", answer), ("\\boxed{7}", "7")]
-    *others, plain = in_time(pool, lambda: pool.grade(pairs), lambda found: found[-1:])
+    *others, plain = in_time(pool, lambda: pool.grade(pairs), lambda grades: grades[-1:])
     assert plain.outcome == "correct"
     for grade in others:
         assert math.isnan(grade.reward) == (grade.outcome in ("timeout", "error"))
@@ -64,29 +64,29 @@ def scored(pool: GraderPool, text: str) -> Scores:
     group = (GROUP[0], text, GROUP[2])
     batch = completion_group(group, "7", lengths=[9, 50, 9], columns={"problem": "What is 3+4?"})
     scorer = Scorer([spec(kind, kind, kwargs=SETTINGS.get(kind)) for kind in KINDS], pool)
-    return in_time(pool, lambda: scorer.score(batch), lambda found: [found.outcomes[0], found.outcomes[2]])
+    return in_time(pool, lambda: scorer.score(batch), lambda scores: [scores.outcomes[0], scores.outcomes[2]])
 
 
 @pytest.fixture(scope="module")
 def calm(pool: GraderPool) -> Scores:
-    """Return the rewards next to a harmless answer."""
+    """Return the scores next to a harmless answer."""
     return scored(pool, "seven")
 
 
-def unharmed(pool: GraderPool, calm: Scores, text: str) -> None:
+def check_unharmed(pool: GraderPool, calm: Scores, text: str) -> None:
     """Check that the other rewards equal those next to a harmless answer; the hostile one may be unscored."""
-    found = scored(pool, text)
+    scores = scored(pool, text)
     for kind in KINDS:
-        before, after = calm.parts[kind], found.parts[kind]
+        before, after = calm.parts[kind], scores.parts[kind]
         assert [after[0], after[2]] == [before[0], before[2]], kind
-    assert [found.outcomes[0], found.outcomes[2]] == ["correct", "wrong"]
+    assert [scores.outcomes[0], scores.outcomes[2]] == ["correct", "wrong"]
 
 
 @pytest.mark.parametrize("name", slow_after([(name,) for name in sorted(HOSTILE)], 4))
 def test_a_hostile_answer_changes_no_reward_of_another_answer(
     pool: GraderPool, calm: Scores, name: str
 ) -> None:
-    unharmed(pool, calm, HOSTILE[name])
+    check_unharmed(pool, calm, HOSTILE[name])
 
 
 @settings(max_examples=20)
@@ -94,4 +94,4 @@ def test_a_hostile_answer_changes_no_reward_of_another_answer(
 def test_no_text_changes_the_rewards_of_another_answer(
     pool: GraderPool, calm: Scores, text: str, thought: bool
 ) -> None:
-    unharmed(pool, calm, f"<think>t</think>{text}" if thought else text)
+    check_unharmed(pool, calm, f"<think>t</think>{text}" if thought else text)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -162,17 +163,17 @@ def test_a_reward_that_writes_to_every_descriptor_neither_forges_nor_shifts_scor
 ) -> None:
     texts = ["x" * n for n in range(1, 30)]
     for _ in range(2):
-        own = call(pool, attack, "")[0]
+        score = call(pool, attack, "")[0]
         # A reward can find the number of its own request in a frame, so it may forge its own score.
-        assert own == 0.0 or isinstance(own, Failure) or attack == "replies_twice"
+        assert score == 0.0 or isinstance(score, Failure) or attack == "replies_twice"
         grades = pool.grade([(boxed(i % 2), "1") for i in range(10)])
         assert [grade.reward for grade in grades] == [float(i % 2) for i in range(10)]
         assert call(pool, "length", *texts) == [float(len(text)) for text in texts]
 
 
 def test_a_forged_reply_is_an_error_that_names_the_cause(pool: GraderPool) -> None:
-    found = call(pool, "forges", "")[0]
-    assert isinstance(found, Failure) and "other code, such as a reward function" in found.detail
+    result = call(pool, "forges", "")[0]
+    assert isinstance(result, Failure) and "other code, such as a reward function" in result.detail
 
 
 def test_a_process_that_a_reward_forks_has_no_pipe_of_the_grader(pool: GraderPool) -> None:
@@ -222,18 +223,15 @@ def test_processes_that_left_the_session_end_with_a_killed_parent(
         "print('ready', flush=True)\n"
         "time.sleep(600)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    try:
-        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
-        own = children_of(parent.pid)
-        for guardian in own if guardians == "are stopped" else []:
-            os.kill(guardian, signal.SIGSTOP)
-    finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-        assert parent.stdout is not None
-        parent.stdout.close()
-    assert len(escaped(note)) >= 1 and wait_until_gone([*own, *escaped(note)]) == []
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+            children = children_of(parent.pid)
+            for guardian in children if guardians == "are stopped" else []:
+                os.kill(guardian, signal.SIGSTOP)
+        finally:
+            parent.kill()
+    assert len(escaped(note)) >= 1 and wait_until_gone([*children, *escaped(note)]) == []
 
 
 @pytest.mark.slow
@@ -247,15 +245,13 @@ def test_killed_graders_leave_no_zombies(code: str) -> None:
 
 def _zombies() -> set[Path]:
     """Return zombies of this process; other tests may have left some."""
-    return {path for path in Path("/proc").glob("[0-9]*/stat") if _is_zombie_of(os.getpid(), path)}
-
-
-def _is_zombie_of(parent: int, stat: Path) -> bool:
-    try:
-        state, its_parent, *_ = stat.read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):  # it has gone meanwhile
-        return False
-    return state == "Z" and int(its_parent) == parent
+    zombies = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):  # it has ended
+            state, parent, *_ = path.read_text().rpartition(")")[2].split()
+            if state == "Z" and int(parent) == os.getpid():
+                zombies.add(path)
+    return zombies
 
 
 # A pool's process that ends as soon as its guardian is stopped, right after the guardian forked the grader.

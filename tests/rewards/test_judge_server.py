@@ -1,5 +1,5 @@
-"""The judge against a real vLLM OpenAI server. Its model has random weights, so structured output holds the
-replies to Yes or No, and what they say is arbitrary but deterministic.
+"""The judge against a real vLLM OpenAI server. Its model has random weights: structured output restricts the
+replies to Yes or No, and the verdicts are arbitrary but deterministic.
 """
 
 import os
@@ -73,8 +73,8 @@ def test_a_real_server_replies_yes_or_no_reproducibly(base_url):
         rewards = []
         for _ in range(2):
             group = completion_group(["\\boxed{4}", "\\boxed{5}", "four", "\\boxed{2+2}"], "4")
-            found, scorer = scored(pool, group, spec("judge", "judge", kwargs=settings(base_url)))
-            rewards.append(found.rewards.tolist())
+            result, scorer = scored(pool, group, spec("judge", "judge", kwargs=settings(base_url)))
+            rewards.append(result.rewards.tolist())
             assert scorer.failures == {}
     assert rewards[0] == rewards[1]
     assert rewards[0][0] == rewards[0][3] == 1.0 and set(rewards[0]) <= {0.0, 1.0}

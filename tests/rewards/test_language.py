@@ -28,34 +28,15 @@ def test_share_of_words(text, scripts, expected):
 @pytest.mark.parametrize(
     "formula",
     [
-        "$\\text{cm}$",
-        "$x_{\\text{max}} = \\sin x$",
-        "\\operatorname{lcm}(a, b)",
-        "$$abc + def$$",
-        "$\\triangle ABC \\sim \\triangle DEF$",
-        "$AB \\parallel CD, EF$",
-        "$x_{min} \\le max$",
-        "\\(abc\\)",
-        "\\[ abc\n= def \\]",
-        "\\begin{align*} abc &= def \\end{align*}",
-        "\\boxed{12}",
-        "<think></think>",
-        "https://example.org/abc",
-        "$\\int xy\\,dx\\,dy$",
-        "$ab$, $cd$",
-        "$abc$",
+        "$\\text{cm}$", "$x_{\\text{max}} = \\sin x$", "\\operatorname{lcm}(a, b)", "$$abc + def$$",
+        "$\\triangle ABC \\sim \\triangle DEF$", "$AB \\parallel CD, EF$", "$x_{min} \\le max$", "\\(abc\\)",
+        "\\[ abc\n= def \\]", "\\begin{align*} abc &= def \\end{align*}", "\\boxed{12}", "<think></think>",
+        "https://example.org/abc", "$\\int xy\\,dx\\,dy$", "$ab$, $cd$", "$abc$",
     ],
-)
+)  # fmt: skip
 def test_formulas_commands_tags_and_links_do_not_count(formula):
     assert script_share(f"это {formula} ответ", {"cyrillic"}) == 1.0
     assert script_share(f"это {formula} ответ", {"latin"}) == 0.0
-
-
-@pytest.mark.parametrize("piece", ["\\(", "\\[", "\\begin{a}", "$\n", "$$ $"])
-def test_language_takes_time_linear_in_the_length(piece):
-    """Unclosed formulas must not take quadratic time, which is seconds for a long completion."""
-    with cpu_s(3.0):
-        script_share(piece * (60_000 // len(piece)), {"latin"})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +44,7 @@ def test_language_takes_time_linear_in_the_length(piece):
     [
         ("a \\( b \\[ c \\] d", "a \\( b   d"),  # \\( is never closed
         ("\\begin{x} a \\end{y} b \\begin{y} c \\end{y}", "\\begin{x} a \\end{y} b  "),
-        ("$$ a $ b $ c", "  a   c"),  # an empty formula, and one
+        ("$$ a $ b $ c", "  a   c"),  # an empty formula, then a real one
         ("$$ a\n$b$ $$ c", "  c"),
     ],
 )
@@ -76,25 +57,14 @@ def test_a_lone_dollar_does_not_swallow_the_text():
 
 
 HIDDEN = [
-    "$the answer is five$",
-    "$$the answer is five$$",
-    "\\(the answer is five\\)",
-    "\\[the answer is five\\]",
-    "\\begin{align*} the answer is five \\end{align*}",
-    "$\\text{the answer is five}$",
-    "$\\mathrm{the answer is five}$",
-    "\\operatorname{the answer is five}",
-    "\\label{the answer is five}",
-    "<the answer is five>",
-    "<the> <answer> <is> <five>",
-    "\\the \\answer \\is \\five",
+    "$the answer is five$", "$$the answer is five$$", "\\(the answer is five\\)", "\\[the answer is five\\]",
+    "\\begin{align*} the answer is five \\end{align*}", "$\\text{the answer is five}$",
+    "$\\mathrm{the answer is five}$", "\\operatorname{the answer is five}", "\\label{the answer is five}",
+    "<the answer is five>", "<the> <answer> <is> <five>", "\\the \\answer \\is \\five",
     "https://a.org/the-answer-is-five-because-two-and-three-make-five",
-    "https://the.answer https://is.five https://the.answer https://is.five",
-    "$the\\,ans\\;is\\ it$",
-    "$the~ans\\!is\\quad it$",
-    "$the$ $ans$ $is$ $it$",
-    "\\(the\\) $ans$\n$$is$$ $it$",
-]
+    "https://the.answer https://is.five https://the.answer https://is.five", "$the\\,ans\\;is\\ it$",
+    "$the~ans\\!is\\quad it$", "$the$ $ans$ $is$ $it$", "\\(the\\) $ans$\n$$is$$ $it$",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", HIDDEN)
@@ -106,26 +76,27 @@ def test_words_count_wherever_they_hide(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "$答案是五$",
-        "<答案是五>",
-        "https://答案是五",
-        "https://a.org/答案是五",
-        "\\答案是五",
-        "\\text{答案是五}",
-        "$\\text{答案是五}$",
+        "$答案是五$", "<答案是五>", "https://答案是五", "https://a.org/答案是五", "\\答案是五",
+        "\\text{答案是五}", "$\\text{答案是五}$",
     ],
-)
+)  # fmt: skip
 def test_letters_of_other_scripts_count_wherever_they_hide(text):
-    # "https" is one word more.
+    # "https" is an additional word.
     assert script_share(f"the answer {text}", {"latin"}) <= 3 / 7 + 1e-6
 
 
+UNCLOSED = ["\\(", "\\[", "\\begin{a}", "$\n", "$$ $"]
+MARKUP = ["$\\text{", "$ab ", "ab   1 ", "\\label{a ", "https://a.", "<the ", "\\foo", "$\\begin{a}$"]
+
+
 @pytest.mark.parametrize(
-    "piece", ["$\\text{", "$ab ", "ab   1 ", "\\label{a ", "https://a.", "<the ", "\\foo", "$\\begin{a}$"]
+    ("piece", "size", "limit_s"),
+    [*((piece, 60_000, 3.0) for piece in UNCLOSED), *((piece, 200_000, 10.0) for piece in MARKUP)],
 )
-def test_markup_takes_linear_time(piece):
-    with cpu_s(10.0):
-        script_share(piece * (200_000 // len(piece)), {"latin"})
+def test_language_takes_time_linear_in_the_length(piece, size, limit_s):
+    """Quadratic time would be seconds for a long completion."""
+    with cpu_s(limit_s):
+        script_share(piece * (size // len(piece)), {"latin"})
 
 
 def test_a_text_without_words_scores_one():

@@ -99,23 +99,23 @@ TEXTS, LENGTHS = ["\\boxed{4}"] * 3 + ["\\boxed{5}"] * 2, [80, 85, 100, 90, 100]
 def scores(settings, pool, modelled=None, reason="length"):
     reasons = ["stop"] * 4 + [reason]
     group = completion_group(TEXTS, "4", lengths=LENGTHS, reasons=reasons)  # at most 100 tokens
-    chosen = settings.select_source("")
-    return Scorer(chosen.functions, pool, models=chosen.models).score(group, modelled)
+    rewards = settings.select_source("")
+    return Scorer(rewards.functions, pool, models=rewards.models).score(group, modelled)
 
 
 @pytest.mark.parametrize("size", [{}, {"tokens": 20}])
 def test_the_punishment_of_equation_13_is_added_to_the_total(pool, size):
     """L_max 100, L_cache 20: 0 up to 80 tokens, (80 - length) / 20 up to 100."""
-    found = scores(RewardsConfig(overlong_buffer={"penalty": 1.0} | size), pool)
-    assert found.parts["overlong"].tolist() == [0.0, -0.25, -1.0, -0.5, -1.0]
-    assert found.rewards.tolist() == [1.0, 0.75, 0.0, -0.5, -1.0]
+    full = scores(RewardsConfig(overlong_buffer={"penalty": 1.0} | size), pool)
+    assert full.parts["overlong"].tolist() == [0.0, -0.25, -1.0, -0.5, -1.0]
+    assert full.rewards.tolist() == [1.0, 0.75, 0.0, -0.5, -1.0]
     half = scores(RewardsConfig(overlong_buffer={"penalty": 0.5} | size), pool)
     assert half.rewards.tolist() == [1.0, 0.875, 0.5, -0.25, -0.5]
 
 
 def test_the_default_adds_nothing(pool):
-    found = scores(RewardsConfig(), pool)
-    assert list(found.parts) == ["math"] and found.rewards.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
+    result = scores(RewardsConfig(), pool)
+    assert list(result.parts) == ["math"] and result.rewards.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_it_is_added_to_reward_models_and_to_the_rewards_of_each_source(pool):
@@ -126,8 +126,8 @@ def test_it_is_added_to_reward_models_and_to_the_rewards_of_each_source(pool):
         overlong_buffer={"tokens": 40, "penalty": 2.0},
     )
     modelled = {"quality": np.full(5, 3.0, np.float32)}
-    of_models = scores(settings.variants[""], pool, modelled)
-    assert of_models.rewards.tolist() == [2.0, 1.75, 1.0, 1.5, 1.0]
+    model_scores = scores(settings.variants[""], pool, modelled)
+    assert model_scores.rewards.tolist() == [2.0, 1.75, 1.0, 1.5, 1.0]
     words = settings.variants["words"]
     assert words.models == () and [(f.label, f.weight) for f in words.functions] == [
         ("exact", 2.0), ("overlong", 2.0),
@@ -136,7 +136,7 @@ def test_it_is_added_to_reward_models_and_to_the_rewards_of_each_source(pool):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"overlong_buffer": {"tokens": 20}}, ["overlong_buffer", "penalty = 0", "has no effect"]),
         ({"overlong_buffer": {"tokens": 0}}, ["overlong_buffer.tokens", "greater than 0"]),
@@ -151,9 +151,9 @@ def test_it_is_added_to_reward_models_and_to_the_rewards_of_each_source(pool):
         ({"functions": [], "overlong_buffer": {"penalty": 1.0}}, ["at least one reward"]),
     ],
 )
-def test_settings_without_a_meaning_are_refused(given, words):
+def test_settings_without_a_meaning_are_refused(settings, words):
     with pytest.raises(ValidationError) as refusal:
-        RewardsConfig.model_validate(given)
+        RewardsConfig.model_validate(settings)
     assert [word for word in words if word not in str(refusal.value)] == []
 
 

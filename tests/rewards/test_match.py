@@ -11,16 +11,12 @@ from grpo_dist.rewards.match import exact_match, final_answer, last_number, nume
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
-        ("\\boxed{1} and then \\boxed{ 2 }.", "2"),
-        ("<answer>3</answer> or <answer> 4 </answer> bye", "4"),
-        ("first\nlast line \n\n", "last line"),
-        ("<answer>", "<answer>"),
-        (" \n ", ""),
+        ("\\boxed{1} and then \\boxed{ 2 }.", "2"), ("<answer>3</answer> or <answer> 4 </answer> bye", "4"),
+        ("first\nlast line \n\n", "last line"), ("<answer>", "<answer>"), (" \n ", ""),
         ("<think>\\boxed{8}?</think>No,\nit is 7.", "it is 7."),
-        ("\\boxed{8}?</think><answer>7</answer>", "7"),
-        ("so \\boxed{8}</think>\n", "8"),
+        ("\\boxed{8}?</think><answer>7</answer>", "7"), ("so \\boxed{8}</think>\n", "8"),
     ],
-)
+)  # fmt: skip
 def test_the_final_answer(completion, answer):
     assert final_answer(completion) == answer
 

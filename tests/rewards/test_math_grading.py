@@ -22,196 +22,78 @@ from tests.evidence.grading import graded_solutions, judge_with_ours, read_cases
 from tests.support.made_completions import completion_group
 from tests.support.patience import HANG_S
 
-RIGHT = [  # (gold, what is in the box)
-    ("\\frac{1}{2}", "0.5"),
-    ("1/3", "\\frac13"),
-    ("x", "x."),
-    ("30", "30°"),
-    ("30^\\circ", "30"),
-    ("\\frac{\\pi}{6}", "30^{\\circ}"),
-    ("6", "6 dollars"),
-    ("5", "\\$5.00"),
-    ("10", "10\\text{ cm}"),
-    ("10\\text{ cm}", "10\\ \\mathrm{cm}"),
-    ("10\\text{ cm}", "10 centimeters"),
-    ("30^\\circ", "30\\text{ degrees}"),
-    ("28\\%", "28\\text{ percent}"),
-    ("1000", "1\\,000"),
-    ("7425000", "7,425,000"),
-    ("28\\%", "28"),
-    ("28\\%", "0.28"),
-    ("0.9", "90 percent"),
-    ("\\frac{1}{6}", "0.1\\overline{6}"),
-    ("\\frac13", "0.333..."),
-    ("1+2i", "2\\mathrm{i}+1"),
-    ("-1", "e^{i\\pi}"),
-    ("-i", "\\frac{1}{i}"),
-    ("x", "-(-x)"),
-    ("x-1", "-(-x+1)"),
-    ("-4", "-(-2)^2"),
-    ("52_8", "52_{8}"),
-    ("52_8", "52_{\\text{eight}}"),
-    ("\\frac{11}{4}", "2 3/4"),
-    ("3.5", "3½"),
-    ("3.5", "3\\frac{1}{2}"),
-    ("x^{10}", "x¹⁰"),
-    ("2\\pi", "2 pi"),
-    ("3\\sqrt{2}", "3 sqrt(2)"),
-    ("x=5", "5"),
-    ("5", "x = 5"),
-    ("x=1, y=2", "y=2, x=1"),
-    ("1, 2", "x=1, y=2"),
-    ("f(t)=t^2", "f(x)=x^2"),
-    ("(-\\infty, -5)", "k < -5"),
-    ("[-2,7]", "-2 \\le x \\le 7"),
-    ("(2,\\infty)", "(2,+\\infty)"),
-    ("\\{1,2\\}", "2, 1"),
-    ("(1,2)", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
-    ("\\text{C}", "(C)"),
-    ("no solution", "\\text{No solutions}"),
-    ("line segment, circle", "\\text{line segment and circle}"),
-    ("\\text{Sunday}", "sunday"),
-    ("5", "٥"),
-    ("-5", "−5"),
-    ("2^{1000}", "4^{500}"),
-    ("120", "5!"),
-    ("\\frac{3}{2}n + \\frac{1}{2}m", "\\frac{3n+m}{2}"),
-    ("\\gcd(18, 3)", "\\operatorname{gcd}(18, 3)"),
-    ("15th day", "15"),
-    ("28\\%", "28 \\%"),
-]
+# (gold, what is in the box)
+RIGHT = [
+    ("\\frac{1}{2}", "0.5"), ("1/3", "\\frac13"), ("x", "x."), ("30", "30°"), ("30^\\circ", "30"),
+    ("\\frac{\\pi}{6}", "30^{\\circ}"), ("6", "6 dollars"), ("5", "\\$5.00"), ("10", "10\\text{ cm}"),
+    ("10\\text{ cm}", "10\\ \\mathrm{cm}"), ("10\\text{ cm}", "10 centimeters"),
+    ("30^\\circ", "30\\text{ degrees}"), ("28\\%", "28\\text{ percent}"), ("1000", "1\\,000"),
+    ("7425000", "7,425,000"), ("28\\%", "28"), ("28\\%", "0.28"), ("0.9", "90 percent"),
+    ("\\frac{1}{6}", "0.1\\overline{6}"), ("\\frac13", "0.333..."), ("1+2i", "2\\mathrm{i}+1"),
+    ("-1", "e^{i\\pi}"), ("-i", "\\frac{1}{i}"), ("x", "-(-x)"), ("x-1", "-(-x+1)"), ("-4", "-(-2)^2"),
+    ("52_8", "52_{8}"), ("52_8", "52_{\\text{eight}}"), ("\\frac{11}{4}", "2 3/4"), ("3.5", "3½"),
+    ("3.5", "3\\frac{1}{2}"), ("x^{10}", "x¹⁰"), ("2\\pi", "2 pi"), ("3\\sqrt{2}", "3 sqrt(2)"), ("x=5", "5"),
+    ("5", "x = 5"), ("x=1, y=2", "y=2, x=1"), ("1, 2", "x=1, y=2"), ("f(t)=t^2", "f(x)=x^2"),
+    ("(-\\infty, -5)", "k < -5"), ("[-2,7]", "-2 \\le x \\le 7"), ("(2,\\infty)", "(2,+\\infty)"),
+    ("\\{1,2\\}", "2, 1"), ("(1,2)", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"), ("\\text{C}", "(C)"),
+    ("no solution", "\\text{No solutions}"), ("line segment, circle", "\\text{line segment and circle}"),
+    ("\\text{Sunday}", "sunday"), ("5", "٥"), ("-5", "−5"), ("2^{1000}", "4^{500}"), ("120", "5!"),
+    ("\\frac{3}{2}n + \\frac{1}{2}m", "\\frac{3n+m}{2}"), ("\\gcd(18, 3)", "\\operatorname{gcd}(18, 3)"),
+    ("15th day", "15"), ("28\\%", "28 \\%"),
+]  # fmt: skip
 
 WRONG = [
-    ("8", "9"),
-    ("1.6\\times 10^{-19}", "1.7\\times 10^{-19}"),
-    ("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}"),
-    ("0.0000001", "0.0000002"),
-    ("10^{-8}", "0"),
-    ("(0.0000001, 1)", "(0.0000002, 1)"),
-    ("\\{0.0000001, 1\\}", "\\{0.0000002, 1\\}"),
-    ("1000001", "1000000"),
-    ("1/3", "0.333"),
-    ("52_8", "52_9"),
-    ("52_8", "52_{\\text{nine}}"),
-    ("528", "52₈"),
-    ("28\\%", "2800\\%"),
-    ("28", "0.28"),
-    ("5", ".5"),
-    ("12", "1 2"),
-    ("\\frac{23}{4}", "2 3/4"),
-    ("x^{\\frac{5}{2}}", "x^2\\frac{1}{2}"),
-    ("x+1", "-(-x+1)"),
-    ("4", "-(-2)^2"),
-    ("b", "a b"),
-    ("12", "12xy"),
-    ("3", "3 million"),
-    ("2", "2 pi"),
-    ("5", "5 or 6"),
-    ("3", "3 apples and 4 pears"),
-    ("10\\text{ cm}", "10\\text{ m}"),
-    ("10\\text{ cm}", "10\\text{ inches}"),
-    ("20\\text{ days}", "20\\text{ miles}"),
-    ("40^\\circ", "40_9"),
-    ("75\\%", "75^\\circ"),
-    ("x=5", "y=5"),
-    ("x=1, y=2", "y=1, x=2"),
-    ("(1,2)", "(2,1)"),
-    ("[1,2)", "[1,2]"),
-    ("\\{1,2\\}", "\\{1,2,3\\}"),
-    ("x \\geq 5", "x \\leq 5"),
-    ("5", "4 \\approx 5"),
-    ("3+4i", "4+3i"),
-    ("5", ""),
-    ("5", "\\text{five or so}"),
-    ("\\text{C}", "D"),
-    ("2^{2025}", "2^{2024}"),
-    ("\\frac{3}{2}n + \\frac{1}{2}m", "\\frac{3n+1}{2}"),
-    ("f(x)=x+1", "g(x)=x+1"),
-]
+    ("8", "9"), ("1.6\\times 10^{-19}", "1.7\\times 10^{-19}"), ("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}"),
+    ("0.0000001", "0.0000002"), ("10^{-8}", "0"), ("(0.0000001, 1)", "(0.0000002, 1)"),
+    ("\\{0.0000001, 1\\}", "\\{0.0000002, 1\\}"), ("1000001", "1000000"), ("1/3", "0.333"), ("52_8", "52_9"),
+    ("52_8", "52_{\\text{nine}}"), ("528", "52₈"), ("28\\%", "2800\\%"), ("28", "0.28"), ("5", ".5"),
+    ("12", "1 2"), ("\\frac{23}{4}", "2 3/4"), ("x^{\\frac{5}{2}}", "x^2\\frac{1}{2}"), ("x+1", "-(-x+1)"),
+    ("4", "-(-2)^2"), ("b", "a b"), ("12", "12xy"), ("3", "3 million"), ("2", "2 pi"), ("5", "5 or 6"),
+    ("3", "3 apples and 4 pears"), ("10\\text{ cm}", "10\\text{ m}"), ("10\\text{ cm}", "10\\text{ inches}"),
+    ("20\\text{ days}", "20\\text{ miles}"), ("40^\\circ", "40_9"), ("75\\%", "75^\\circ"), ("x=5", "y=5"),
+    ("x=1, y=2", "y=1, x=2"), ("(1,2)", "(2,1)"), ("[1,2)", "[1,2]"), ("\\{1,2\\}", "\\{1,2,3\\}"),
+    ("x \\geq 5", "x \\leq 5"), ("5", "4 \\approx 5"), ("3+4i", "4+3i"), ("5", ""),
+    ("5", "\\text{five or so}"), ("\\text{C}", "D"), ("2^{2025}", "2^{2024}"),
+    ("\\frac{3}{2}n + \\frac{1}{2}m", "\\frac{3n+1}{2}"), ("f(x)=x+1", "g(x)=x+1"),
+]  # fmt: skip
 
 
 ARITHMETIC = [
-    ("8", "3+5"),
-    ("0.1", "0.3-0.2"),
-    ("2.4", "0.8*3"),
-    ("579", "123+456"),
-    ("145", "290/2 + 0"),
-    ("145", "2 \\cdot \\frac{145}{2}"),
-    ("579", "x = 123+456"),
-    ("579", "(123+456)^1"),
-    ("579", "\\sqrt{(123+456)^2}"),
-    ("8", "2\\cdot 2 \\times 2"),
-    ("-1", "3–4"),
-    ("1,000", "10*100"),
-    ("5\\text{ cm}", "2+3\\text{ cm}"),
-    ("7", "14 ÷ 2 + 0"),
-    ("145", "\\frac{200+90}{2}"),
-    ("5", "\\max(3,5)"),
-    ("6", "\\gcd(12,18)"),
-    ("12", "\\operatorname{lcm}(4,6)"),
-    ("5050", "\\sum_{i=1}^{100} i"),
-    ("24", "\\prod_{k=1}^{4} k"),
-    ("5", "\\lfloor 5.5\\rfloor"),
-    ("6", "\\left\\lceil 5.5\\right\\rceil"),
-    ("3", "\\log_{10}1000"),
-    ("120", "\\binom{10}{3}"),
-    ("120", "\\dbinom{10}{3}"),
-    ("120", "{10 \\choose 3}"),
-    ("123", "\\sqrt{123^2}"),
-    ("2", "\\sqrt{\\sqrt{16}}"),
-    ("5", "(\\sqrt{5})^2"),
-    ("3", "\\ln e^3"),
-]
+    ("8", "3+5"), ("0.1", "0.3-0.2"), ("2.4", "0.8*3"), ("579", "123+456"), ("145", "290/2 + 0"),
+    ("145", "2 \\cdot \\frac{145}{2}"), ("579", "x = 123+456"), ("579", "(123+456)^1"),
+    ("579", "\\sqrt{(123+456)^2}"), ("8", "2\\cdot 2 \\times 2"), ("-1", "3–4"), ("1,000", "10*100"),
+    ("5\\text{ cm}", "2+3\\text{ cm}"), ("7", "14 ÷ 2 + 0"), ("145", "\\frac{200+90}{2}"),
+    ("5", "\\max(3,5)"), ("6", "\\gcd(12,18)"), ("12", "\\operatorname{lcm}(4,6)"),
+    ("5050", "\\sum_{i=1}^{100} i"), ("24", "\\prod_{k=1}^{4} k"), ("5", "\\lfloor 5.5\\rfloor"),
+    ("6", "\\left\\lceil 5.5\\right\\rceil"), ("3", "\\log_{10}1000"), ("120", "\\binom{10}{3}"),
+    ("120", "\\dbinom{10}{3}"), ("120", "{10 \\choose 3}"), ("123", "\\sqrt{123^2}"),
+    ("2", "\\sqrt{\\sqrt{16}}"), ("5", "(\\sqrt{5})^2"), ("3", "\\ln e^3"),
+]  # fmt: skip
 WORKED_OUT = [
-    ("3", "\\frac{6}{2}"),
-    ("617", "1,234/2"),
-    ("1500", "1.5 \\times 10^3"),
-    ("2.75", "2\\frac{3}{4}"),
-    ("0.5", "\\frac{1}{2}"),
-    ("0.5", "2/4"),
-    ("120", "5!"),
-    ("1024", "2^{10}"),
-    ("-4", "-(-2)^2"),
-    ("5", "2+3=5"),
-    ("5", "x=5"),
-    ("3/2", "2\\cdot 3/4"),
-    ("x+3", "x+1+2"),
-    ("5", "\\sqrt{25}"),
-    ("579", "1158/2"),
-    ("120", "\\binom{10}{3} = 120"),
-    ("5", "x_{\\max} = 5"),
-    ("5", "x_{\\text{max}} = 5"),
-    ("5", "|-5|"),
-    ("\\binom{10}{3}", "120"),
-    ("\\log_2 3", "\\log_2 3"),
-    ("\\frac{5}{6}", "\\frac{1}{2}+\\frac{1}{3}"),
-    ("1", "\\sin{\\frac{\\pi}{2}}"),
-]
+    ("3", "\\frac{6}{2}"), ("617", "1,234/2"), ("1500", "1.5 \\times 10^3"), ("2.75", "2\\frac{3}{4}"),
+    ("0.5", "\\frac{1}{2}"), ("0.5", "2/4"), ("120", "5!"), ("1024", "2^{10}"), ("-4", "-(-2)^2"),
+    ("5", "2+3=5"), ("5", "x=5"), ("3/2", "2\\cdot 3/4"), ("x+3", "x+1+2"), ("5", "\\sqrt{25}"),
+    ("579", "1158/2"), ("120", "\\binom{10}{3} = 120"), ("5", "x_{\\max} = 5"), ("5", "x_{\\text{max}} = 5"),
+    ("5", "|-5|"), ("\\binom{10}{3}", "120"), ("\\log_2 3", "\\log_2 3"),
+    ("\\frac{5}{6}", "\\frac{1}{2}+\\frac{1}{3}"), ("1", "\\sin{\\frac{\\pi}{2}}"),
+]  # fmt: skip
 
-MEANT_OTHERWISE = [  # (gold, what is in the box): math-verify overlooks what makes them different
-    *[
-        ("5", f"5\\text{{ {word}}}")
-        for word in ("million", "billion", "thousand", "hundred", "dozen", "trillion", "lakh")
-    ],
+# (gold, what is in the box): math-verify overlooks what makes them different
+OTHER_MEANING = [
     *[
         ("5", f"5\\text{{ {words}}}")
-        for words in ("million dollars", "squared", "cubed", "halves", "and a half", "or so")
-    ],
-    *[
-        ("5", f"5\\text{{ {words}}}")
-        for words in ("or more", "or less", "is wrong", "is not the answer", "(or 6)")
-    ],
-    *[
-        ("5", f"5\\text{{ {words}}}")
-        for words in ("apples, 6 pears", "times 2", "below zero", "fewer than 7", "?")
+        for words in (
+            "million", "billion", "thousand", "hundred", "dozen", "trillion", "lakh", "million dollars",
+            "squared", "cubed", "halves", "and a half", "or so", "or more", "or less", "is wrong",
+            "is not the answer", "(or 6)", "apples, 6 pears", "times 2", "below zero", "fewer than 7", "?",
+        )
     ],
     *[
         ("5", f"{sign} 5")
-        for sign in ("\\neq", "\\ne", "\\not=", "\\not", "\\neg", "\\lnot", "≠", "!=", "=/=")
-    ],
-    *[
-        ("5", f"{sign} 5")
-        for sign in (">", "<", "\\ge", "\\geq", "\\geqslant", "\\le", "\\leqslant", "\\gtrsim", "\\ll")
+        for sign in (
+            "\\neq", "\\ne", "\\not=", "\\not", "\\neg", "\\lnot", "≠", "!=", "=/=", ">", "<", "\\ge",
+            "\\geq", "\\geqslant", "\\le", "\\leqslant", "\\gtrsim", "\\ll",
+        )
     ],
     *[("\\frac{1}{2}", f"{sign} \\frac{{1}}{{2}}") for sign in ("\\neq", ">", "\\le")],
     *[
@@ -227,36 +109,19 @@ MEANT_OTHERWISE = [  # (gold, what is in the box): math-verify overlooks what ma
     *[
         ("5", text)
         for text in (
-            "~~5~~",
-            "5\u0336",
-            "5\u0338",
-            "\\cancelto{5}{3}",
-            "\\propto 5",
-            "\\equiv 5",
-            "5?",
-            "5 + ?",
+            "~~5~~", "5\u0336", "5\u0338", "\\cancelto{5}{3}", "\\propto 5", "\\equiv 5", "5?", "5 + ?",
         )
     ],
     *[
         ("3", text)
         for text in (
-            "3\\text{, }4",
-            "3\\text{ or 4 or 5}",
-            "3\\text{ or }4",
-            "3 \\lor 4",
-            "3\\operatorname{or}4",
+            "3\\text{, }4", "3\\text{ or 4 or 5}", "3\\text{ or }4", "3 \\lor 4", "3\\operatorname{or}4",
         )
     ],
     *[
         ("4", text)
         for text in (
-            "3 \\& 4",
-            "3 \\mid 4",
-            "3 \\vee 4",
-            "3 \\to 4",
-            "3 \\rightarrow 4",
-            "3 \\\\ 4",
-            "3 \\lvert 4",
+            "3 \\& 4", "3 \\mid 4", "3 \\vee 4", "3 \\to 4", "3 \\rightarrow 4", "3 \\\\ 4", "3 \\lvert 4",
         )
     ],
     *[
@@ -265,49 +130,22 @@ MEANT_OTHERWISE = [  # (gold, what is in the box): math-verify overlooks what ma
         for space in ("\\quad ", "\\;", "\\ ", "~", "\\,")
     ],
     *[("11", text) for text in ("5 (6)", "5 \\text{ } 6")],
-    ("56", "5 \\text{ } 6"),
-    ("7", "5 \\bmod 7"),
-    ("7", "\\equiv 5 \\pmod 7"),
-    ("5", "500\\%"),
-    ("5", "500\\text{ percent}"),
-    ("5\\%", "500\\%"),
-    ("5\\text{ million}", "5"),
-    ("5", "\\infty"),
-    ("\\infty", "5"),
-    ("B", "\\text{not B}"),
-    ("B", "\\cancel{B}"),
-]
-MEANT_SO = [
-    ("5", "\\text{The answer is 5}"),
-    ("5", "5\\text{ squared units}"),
-    ("5", "5\\text{ cubed centimeters}"),
-    ("5000000", "5\\text{ million}"),
-    ("5\\text{ million}", "5000000"),
-    ("3200", "3.2 thousand"),
-    ("60", "5\\text{ dozen eggs}"),
-    ("5", "\\cancel{4} 5"),
-    ("5", "\\cancel{\\frac{1}{2}} 5"),
-    ("5", "\\cancel 4 5"),
-    ("\\frac{1}{2}", "\\frac{1}{2} \\cancel{\\frac{1}{3}}"),
-    ("5,6", "5 \\quad 6"),
-    ("x=1, y=2", "x=1 \\quad y=2"),
-    ("5,6,7", "5\\text{ or 6 or 7}"),
-    ("500", "500\\%"),
-    ("50", "50\\%"),
-    ("0.5", "50\\%"),
-    ("\\frac{1}{2}", "50\\%"),
-    ("1", "100\\%"),
-    ("12.5", "12.5\\%"),
-    ("150\\%", "1.5"),
-    ("15", "15\\text{ more apples}"),
-    ("300", "300\\text{ K}"),
-    ("11", "x \\approx 11"),
-    ("(3,\\infty)", "x>3"),
-    ("x \\ne 3", "x \\neq 3"),
-    ("f(x)=1", "f(x) = 1 \\text{ for all } x \\in \\mathbb{Q}_{>0}"),
-    ("\\infty", "\\text{infinity}"),
+    ("56", "5 \\text{ } 6"), ("7", "5 \\bmod 7"), ("7", "\\equiv 5 \\pmod 7"), ("5", "500\\%"),
+    ("5", "500\\text{ percent}"), ("5\\%", "500\\%"), ("5\\text{ million}", "5"), ("5", "\\infty"),
+    ("\\infty", "5"), ("B", "\\text{not B}"), ("B", "\\cancel{B}"),
+]  # fmt: skip
+SAME_MEANING = [
+    ("5", "\\text{The answer is 5}"), ("5", "5\\text{ squared units}"), ("5", "5\\text{ cubed centimeters}"),
+    ("5000000", "5\\text{ million}"), ("5\\text{ million}", "5000000"), ("3200", "3.2 thousand"),
+    ("60", "5\\text{ dozen eggs}"), ("5", "\\cancel{4} 5"), ("5", "\\cancel{\\frac{1}{2}} 5"),
+    ("5", "\\cancel 4 5"), ("\\frac{1}{2}", "\\frac{1}{2} \\cancel{\\frac{1}{3}}"), ("5,6", "5 \\quad 6"),
+    ("x=1, y=2", "x=1 \\quad y=2"), ("5,6,7", "5\\text{ or 6 or 7}"), ("500", "500\\%"), ("50", "50\\%"),
+    ("0.5", "50\\%"), ("\\frac{1}{2}", "50\\%"), ("1", "100\\%"), ("12.5", "12.5\\%"), ("150\\%", "1.5"),
+    ("15", "15\\text{ more apples}"), ("300", "300\\text{ K}"), ("11", "x \\approx 11"),
+    ("(3,\\infty)", "x>3"), ("x \\ne 3", "x \\neq 3"),
+    ("f(x)=1", "f(x) = 1 \\text{ for all } x \\in \\mathbb{Q}_{>0}"), ("\\infty", "\\text{infinity}"),
     ("\\text{infinitely many}", "\\infty"),
-]
+]  # fmt: skip
 
 
 def boxed(text: str) -> str:
@@ -336,103 +174,6 @@ ANOTHER_UNIT = [
     ("3\\text{ g/L}", "3\\text{ g/mL}"), ("7\\text{ m/s/s}", "7\\text{ m/s}"),
     ("5\\text{ days}", "5\\text{ weeks}"), ("18 m/s", "18 km/h"), ("2", "2m/g"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("gold", "answer"), SAME_UNIT)
-def test_a_unit_may_be_left_out_or_spelled(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold).outcome == "correct"
-
-
-@pytest.mark.parametrize(("gold", "answer"), ANOTHER_UNIT)
-def test_another_unit_power_or_currency_is_wrong(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold).outcome == "wrong"
-
-
-@pytest.mark.parametrize(("gold", "answer"), [*RIGHT, *MEANT_SO])
-def test_an_equal_answer_in_other_notation_or_words_is_correct(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold) == Grade("correct", 1.0)
-
-
-@pytest.mark.parametrize(("gold", "answer"), [*WRONG, *MEANT_OTHERWISE])
-def test_another_answer_and_words_that_change_the_value_are_wrong(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
-
-
-@pytest.mark.parametrize(("gold", "answer"), ARITHMETIC)
-def test_unevaluated_arithmetic_is_wrong_unless_the_setting_allows_it(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
-    assert grade(boxed(answer), gold, accept_arithmetic=True) == Grade("correct", 1.0)
-
-
-@pytest.mark.parametrize(("gold", "answer"), WORKED_OUT)
-def test_notation_of_a_number_is_not_arithmetic(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold) == Grade("correct", 1.0)
-
-
-UNBOXED_WRONG = [
-    "The answer is 5 million.",
-    "The final answer is $5$ million. I hope it is correct.",
-    "The answer is $> 5$.",
-    "The final answer is $\\neq 5$.",
-    "The answer is not 5.",
-    "The answer is at least 5",
-    "The answer is 5 or 6.",
-    "The final answer is 5 or 6 or 7.",
-    "x > 5",
-    "either 4 or 5",
-    "4 to 5",
-    "maybe 5",
-    "5?",
-    "5 squared",
-    "The answer is 500%",
-    "<answer>not 5</answer>",
-    "<answer>5 million</answer>",
-    "<answer>4 or 5</answer>",
-    "<answer>> 5</answer>",
-    "<answer>2+3</answer>",
-    "<answer>~~5~~</answer>",
-    "Answer: 2+3",
-    "answer: $2\\quad 3$",
-]
-
-
-@pytest.mark.parametrize("completion", UNBOXED_WRONG)
-def test_the_words_around_an_answer_without_a_box_count(completion: str) -> None:
-    assert grade(completion, "5").outcome in ("wrong", "no_answer")
-
-
-def test_plain_words_around_an_answer_without_a_box_do_not_count() -> None:
-    for completion in (
-        "The answer is 5 apples and 3 pears",
-        "<answer>The answer is 5.</answer>",
-        "It is => 5",
-        "> 5",
-    ):
-        assert grade(completion, "5").outcome == "correct"
-    assert grade("The answer is 5 million.", "5000000").outcome == "correct"
-
-
-@pytest.mark.parametrize("answer", ["17=18", "x=17=18", "17 = x = 18", "-18 = 18", "x = 17 = 17 = 18"])
-def test_an_equation_of_different_whole_numbers_is_wrong(answer: str) -> None:
-    assert grade(boxed(answer), "18").outcome == "wrong"
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        ("18", "m+n=18"), ("18", "S_{10}=18"), ("18", "f(2)=18"), ("18", "|AB|=18"), ("18", "xy=18"),
-        ("18", "17+1=18"), ("18", "x^2=18"), ("18", "x=\\sqrt{324}=18"), ("0.33", "\\frac{1}{3}=0.33"),
-        ("6", "\\sum_{k=1}^{3} 2 = 6"), ("18", "2\\frac{1}{4}\\cdot 8=18"),
-        ("0.3", "0.1+0.2=0.3"), ("4035", "2018^2-2017^2=4035"), ("12", "3(4)=12"), ("12", "A = (3)(4) = 12"),
-        ("4", "10-2(3)=4"), ("-2", "\\sqrt[3]{-8}=-2"), ("17", "50/3=17"),
-        ("24", "A = \\frac{1}{2}(6)(8) = 24"),
-        ("1/3", "0.3=1/3"), ("0", "0.1+0.2-0.3=0"), ("18", "18=18"), ("18", "x = 18 = +18"),
-    ],
-)  # fmt: skip
-def test_an_equation_for_the_value_is_correct(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold).outcome == "correct"
-
-
 AFTERNOON = "4\\!:\\!51\\!:\\!06 \\text{ p.m.}"
 SAME_COLONS = [
     ("05\\!:\\!00", "5:00"), ("2:3:5", "4:6:10"), ("3:4:5", "a:b:c=3:4:5"), ("1:2:3", "1 : 2 : 3"),
@@ -445,16 +186,70 @@ OTHER_COLONS = [
     *[(AFTERNOON, text) for text in ("4:51:06\\text{ a.m.}", "4:06:51\\text{ p.m.}", "4:51")],
     ("8:34 p.m.", "8:34 a.m."), ("10:30 am", "10:30 pm"), ("9\\text{ a.m.}", "9\\text{ p.m.}"),
 ]  # fmt: skip
+EQUATIONS = [
+    ("18", "m+n=18"), ("18", "S_{10}=18"), ("18", "f(2)=18"), ("18", "|AB|=18"), ("18", "xy=18"),
+    ("18", "17+1=18"), ("18", "x^2=18"), ("18", "x=\\sqrt{324}=18"), ("0.33", "\\frac{1}{3}=0.33"),
+    ("6", "\\sum_{k=1}^{3} 2 = 6"), ("18", "2\\frac{1}{4}\\cdot 8=18"),
+    ("0.3", "0.1+0.2=0.3"), ("4035", "2018^2-2017^2=4035"), ("12", "3(4)=12"), ("12", "A = (3)(4) = 12"),
+    ("4", "10-2(3)=4"), ("-2", "\\sqrt[3]{-8}=-2"), ("17", "50/3=17"),
+    ("24", "A = \\frac{1}{2}(6)(8) = 24"),
+    ("1/3", "0.3=1/3"), ("0", "0.1+0.2-0.3=0"), ("18", "18=18"), ("18", "x = 18 = +18"),
+]  # fmt: skip
+# Different whole numbers.
+WRONG_EQUATIONS = [
+    ("18", text) for text in ("17=18", "x=17=18", "17 = x = 18", "-18 = 18", "x = 17 = 17 = 18")
+]
+# Formulas with both cases of a letter.
+BOTH_CASES = [
+    ("\\frac{n}{N}", "n/N"), ("\\frac nN", "\\frac{n}{N}"), ("R-r", "-r+R"), ("3r^2", "3R^2"),
+    ("a^2", "A=a^2"), ("A = a^2", "a^2"), ("R_1-r_1", "-r_1+R_1"), ("P(A)=2p", "2p"),
+    ("2\\pi(R^2-r^2)", "2\\pi(R-r)(R+r)"), ("\\dfrac12 R r", "\\dfrac{Rr}{2}"),
+    ("\\frac{mM}{M+m}", "\\frac{1}{\\frac1m+\\frac1M}"), ("e^{E}", "\\exp(E)"), ("x^N n", "n x^N"),
+    ("\\vec{R}-r", "-r+\\vec{R}"), ("\\frac{\\sin A}{a}", "\\sin(A)/a"), ("E=mc^2", "mc^2"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("gold", "answer"), SAME_COLONS)
-def test_equal_times_and_ratios_are_correct(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold).outcome == "correct"
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [*RIGHT, *WORKED_OUT, *SAME_MEANING, *SAME_UNIT, *SAME_COLONS, *EQUATIONS, *BOTH_CASES],
+)
+def test_an_equal_answer_in_other_notation_words_or_units_is_correct(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("correct", 1.0)
 
 
-@pytest.mark.parametrize(("gold", "answer"), OTHER_COLONS)
-def test_times_and_ratios_are_not_divided(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold).outcome == "wrong"
+@pytest.mark.parametrize(
+    ("gold", "answer"), [*WRONG, *OTHER_MEANING, *ANOTHER_UNIT, *OTHER_COLONS, *WRONG_EQUATIONS]
+)
+def test_another_answer_words_or_units_that_change_the_value_are_wrong(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), ARITHMETIC)
+def test_unevaluated_arithmetic_is_wrong_unless_the_setting_allows_it(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
+    assert grade(boxed(answer), gold, accept_arithmetic=True) == Grade("correct", 1.0)
+
+
+UNBOXED_WRONG = [
+    "The answer is 5 million.", "The final answer is $5$ million. I hope it is correct.",
+    "The answer is $> 5$.", "The final answer is $\\neq 5$.", "The answer is not 5.",
+    "The answer is at least 5", "The answer is 5 or 6.", "The final answer is 5 or 6 or 7.", "x > 5",
+    "either 4 or 5", "4 to 5", "maybe 5", "5?", "5 squared", "The answer is 500%", "<answer>not 5</answer>",
+    "<answer>5 million</answer>", "<answer>4 or 5</answer>", "<answer>> 5</answer>", "<answer>2+3</answer>",
+    "<answer>~~5~~</answer>", "Answer: 2+3", "answer: $2\\quad 3$",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("completion", UNBOXED_WRONG)
+def test_the_words_around_an_answer_without_a_box_count(completion: str) -> None:
+    assert grade(completion, "5").outcome in ("wrong", "no_answer")
+
+
+def test_plain_words_around_an_answer_without_a_box_do_not_count() -> None:
+    in_words = "The answer is 5 apples and 3 pears", "<answer>The answer is 5.</answer>", "It is => 5", "> 5"
+    for completion in in_words:
+        assert grade(completion, "5").outcome == "correct"
+    assert grade("The answer is 5 million.", "5000000").outcome == "correct"
 
 
 @pytest.mark.parametrize(
@@ -467,20 +262,6 @@ def test_times_and_ratios_are_not_divided(gold: str, answer: str) -> None:
 def test_both_cases_of_a_letter_are_two_variables(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold).outcome == "wrong"
     assert grade(f"The answer is ${answer}$.", gold).outcome == "wrong"
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        ("\\frac{n}{N}", "n/N"), ("\\frac nN", "\\frac{n}{N}"), ("R-r", "-r+R"), ("3r^2", "3R^2"),
-        ("a^2", "A=a^2"), ("A = a^2", "a^2"), ("R_1-r_1", "-r_1+R_1"), ("P(A)=2p", "2p"),
-        ("2\\pi(R^2-r^2)", "2\\pi(R-r)(R+r)"), ("\\dfrac12 R r", "\\dfrac{Rr}{2}"),
-        ("\\frac{mM}{M+m}", "\\frac{1}{\\frac1m+\\frac1M}"), ("e^{E}", "\\exp(E)"), ("x^N n", "n x^N"),
-        ("\\vec{R}-r", "-r+\\vec{R}"), ("\\frac{\\sin A}{a}", "\\sin(A)/a"), ("E=mc^2", "mc^2"),
-    ],
-)  # fmt: skip
-def test_formulas_with_both_cases_of_a_letter_are_compared(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold).outcome == "correct"
 
 
 NOT_THE_LAST_NUMBER = [  # (gold, an answer in tags that ends in the gold, or holds it)
@@ -622,7 +403,7 @@ def test_the_text_behind_a_thought_in_tags_of_the_model_is_preferred_too() -> No
     group = replace(completion_group(texts, "7"), thought=Thought("[T]", "[/T]"))
     pool = Mock(spec=GraderPool, grade=lambda pairs: [grade(*pair) for pair in pairs])
     verdicts = Verdicts(group, pool)
-    assert [found.outcome for found in verdicts.grades] == ["correct", "no_answer", "correct"]
+    assert [verdict.outcome for verdict in verdicts.grades] == ["correct", "no_answer", "correct"]
 
 
 def test_every_kind_of_box_counts() -> None:
@@ -641,20 +422,17 @@ def test_text_without_an_answer_is_no_answer(completion: str) -> None:
 
 
 FOUND = [
-    ("\\boxed{3}, no, \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-    ("The final answer is $8$.", "8"),
-    ("<answer>12</answer>", "12"),
-    ("<answer>a horse</answer>", "a horse"),
-    ("I do not know.", None),
+    ("\\boxed{3}, no, \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"), ("The final answer is $8$.", "8"),
+    ("<answer>12</answer>", "12"), ("<answer>a horse</answer>", "a horse"), ("I do not know.", None),
     ("\\boxed{never closed", None),
-]
+]  # fmt: skip
 
 
 def test_the_answer_found_is_the_text_that_is_compared() -> None:
-    completions, found = zip(*FOUND, strict=True)
-    assert [extract_answer(completion) for completion in completions] == list(found)
+    completions, answers = zip(*FOUND, strict=True)
+    assert [extract_answer(completion) for completion in completions] == list(answers)
     with GraderPool(1, timeout_s=HANG_S) as pool:
-        assert pool.extract(completions) == list(found)
+        assert pool.extract(completions) == list(answers)
 
 
 # What a model with random weights wrote; the gold answer of the problem was 9.
@@ -664,17 +442,13 @@ BABBLE = " amatuerJson 9 \u0431\u0443\u0434\u0435 9"
 @pytest.mark.parametrize(
     ("completion", "anything", "box_alone"),
     [
-        ("so \\boxed{9}", "correct", "correct"),
-        ("so \\fbox{8}", "wrong", "wrong"),
-        ("<think>\\boxed{9}</think>", "correct", "correct"),
-        ("<think>\\boxed{9}", "no_answer", "no_answer"),
+        ("so \\boxed{9}", "correct", "correct"), ("so \\fbox{8}", "wrong", "wrong"),
+        ("<think>\\boxed{9}</think>", "correct", "correct"), ("<think>\\boxed{9}", "no_answer", "no_answer"),
         ("\\boxed{8}</think>The answer is 9.", "correct", "no_answer"),
-        ("The final answer is $9$.", "correct", "no_answer"),
-        ("<answer>9</answer>", "correct", "no_answer"),
-        ("9", "correct", "no_answer"),
-        (BABBLE, "correct", "no_answer"),
+        ("The final answer is $9$.", "correct", "no_answer"), ("<answer>9</answer>", "correct", "no_answer"),
+        ("9", "correct", "no_answer"), (BABBLE, "correct", "no_answer"),
     ],
-)
+)  # fmt: skip
 def test_where_a_box_is_required_nothing_else_is_an_answer(completion, anything, box_alone):
     assert grade(completion, "9").outcome == anything
     assert grade(completion, "9", require_box=True) == Grade.from_outcome(box_alone)
@@ -709,28 +483,12 @@ def test_normalising_keeps_differences_between_answers() -> None:
 
 
 HOSTILE = [
-    "__import__('os').system('touch {}')",
-    "eval(\"open('{}','w')\")",
-    "\\text{{__import__('os').system('touch {}')}}",
-    "().__class__.__bases__[0].__subclasses__()",
-    "lambda: 5",
-    "1 if open('{}','w') else 2",
-    "{" * 400,
-    "}" * 400,
-    "\\frac{" * 100,
-    "$" * 300,
-    "\\" * 301,
-    "\\boxed{" * 200,
-    "-" * 500,
-    "\u202e5\u202c",
-    "𝟝" * 300,
-    "\x1b[31m5",
-    "nan",
-    "zoo",
-    "1/0",
-    "\\frac{0}{0}",
+    "__import__('os').system('touch {}')", "eval(\"open('{}','w')\")",
+    "\\text{{__import__('os').system('touch {}')}}", "().__class__.__bases__[0].__subclasses__()",
+    "lambda: 5", "1 if open('{}','w') else 2", "{" * 400, "}" * 400, "\\frac{" * 100, "$" * 300, "\\" * 301,
+    "\\boxed{" * 200, "-" * 500, "\u202e5\u202c", "𝟝" * 300, "\x1b[31m5", "nan", "zoo", "1/0", "\\frac{0}{0}",
     "oo-oo",
-]
+]  # fmt: skip
 
 
 # A single number is what math-verify's LaTeX grammar hands to sympy, and all that may get there.
@@ -739,7 +497,7 @@ NUMBER = re.compile(r"(?:Integer|Float|Rational)\s*\(\s*'?[-+.\d]*(?:e[-+]?\d+)?
 
 @pytest.fixture
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collects what sympy evaluates as Python during the test."""
+    """Collect what sympy evaluates as Python during the test."""
     codes: list[str] = []
     original = sympy.parsing.sympy_parser.eval_expr
 
@@ -764,9 +522,9 @@ def test_no_text_of_a_model_is_evaluated(answer: str, tmp_path, evaluated: list[
 @pytest.mark.parametrize("formula", ["12*3+6", "(1+2)*3", "3×4", "8÷2", "2**5", "1/2 + 1/3"])
 def test_formulas_outside_latex_are_parsed_without_evaluation(formula: str, evaluated: list[str]) -> None:
     value = eval(formula.replace("×", "*").replace("÷", "/"))
-    found = grader.read(f"The answer is: {formula}.")
-    assert found is not None
-    assert float(found.expression.doit()) == pytest.approx(value)
+    parsed = grader.read(f"The answer is: {formula}.")
+    assert parsed is not None
+    assert float(parsed.expression.doit()) == pytest.approx(value)
     assert [code for code in evaluated if not NUMBER.fullmatch(code)] == []
 
 
@@ -822,20 +580,12 @@ def test_real_solutions_are_graded_as_labelled(shared_data, tmp_path) -> None:
 
 def test_the_format_reward_wants_one_thought_then_one_answer() -> None:
     scores = {
-        "<think>2+2</think>\\boxed{4}": 1.0,
-        " <think>2+2</think>\nSo it is $\\boxed{4}$.\n": 1.0,
-        "<think>2+2</think>\n<answer>4</answer>\n": 1.0,
-        "": 0.0,
-        "\\boxed{4}": 0.0,
-        "<think>2+2 \\boxed{4}": 0.0,
-        "2+2</think>\\boxed{4}": 0.0,
-        "Well: <think>2+2</think>\\boxed{4}": 0.0,
-        "<think>2+2</think><think>again</think>\\boxed{4}": 0.0,
-        "<think>2+2</think>it is 4": 0.0,
-        "<think>\\boxed{4}</think>": 0.0,
-        "<think>2+2</think>\\boxed{}": 0.0,
+        "<think>2+2</think>\\boxed{4}": 1.0, " <think>2+2</think>\nSo it is $\\boxed{4}$.\n": 1.0,
+        "<think>2+2</think>\n<answer>4</answer>\n": 1.0, "": 0.0, "\\boxed{4}": 0.0,
+        "<think>2+2 \\boxed{4}": 0.0, "2+2</think>\\boxed{4}": 0.0, "Well: <think>2+2</think>\\boxed{4}": 0.0,
+        "<think>2+2</think><think>again</think>\\boxed{4}": 0.0, "<think>2+2</think>it is 4": 0.0,
+        "<think>\\boxed{4}</think>": 0.0, "<think>2+2</think>\\boxed{}": 0.0,
         "<think>2+2</think><answer></answer>": 0.0,
-        "<think>2+2</think><answer>4</answer><answer>5</answer>": 0.0,
-        "<think>2+2</think><answer>4": 0.0,
-    }
+        "<think>2+2</think><answer>4</answer><answer>5</answer>": 0.0, "<think>2+2</think><answer>4": 0.0,
+    }  # fmt: skip
     assert {text: think_answer_format(text) for text in scores} == scores

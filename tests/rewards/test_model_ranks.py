@@ -30,8 +30,8 @@ from tests.support.reward_models import model_settings
 for line in sys.stdin:
     model = load_classifier(model_settings(tensor_parallel_size=2, **json.loads(line)))
     for _ in range(2):  # ranks take more than one call
-        found = scored(model)
-    print(json.dumps(found), flush=True)
+        scores = scored(model)
+    print(json.dumps(scores), flush=True)
     if sys.argv[1:] == ["hold"]:
         print(model._peers[0]._process.pid, flush=True)
         sys.stdin.readline()
@@ -52,8 +52,8 @@ def join(rank):
         model_ranks._join(rank)
     except NotAMember as error:
         return str(error)
-    found = psutil.Process().net_connections("tcp")
-    return sorted({own.laddr.ip for own in found if own.status == psutil.CONN_LISTEN})
+    sockets = psutil.Process().net_connections("tcp")
+    return sorted({socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN})
 
 for changes in ({}, {"secret": b"another"}):
     first, second = model_ranks._new_group(2)
@@ -68,7 +68,7 @@ for changes in ({}, {"secret": b"another"}):
 """
 
 
-def test_ranks_listen_on_loopback_alone_and_refuse_who_does_not_know_their_secret():
+def test_ranks_listen_on_loopback_alone_and_refuse_peers_without_their_secret():
     command = [sys.executable, "-c", _JOIN]
     out = subprocess.run(command, stdout=subprocess.PIPE, timeout=HANG_S, check=True).stdout
     listening, (ours, theirs) = map(json.loads, out.splitlines())
@@ -79,8 +79,8 @@ def test_ranks_listen_on_loopback_alone_and_refuse_who_does_not_know_their_secre
 
 def scored(model):
     ids = [np.array([*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], np.int32) for text in TEXTS]
-    found = model.score("1+1?", TEXTS, ids, TOKENIZER)
-    return [found.rewards.tolist(), [own.tolist() for own in found.step_rewards or ()]]
+    scores = model.score("1+1?", TEXTS, ids, TOKENIZER)
+    return [scores.rewards.tolist(), [steps.tolist() for steps in scores.step_rewards or ()]]
 
 
 def start(*arguments):
@@ -90,7 +90,7 @@ def start(*arguments):
     )  # fmt: skip
 
 
-def settings_of_all(directory):
+def model_args(directory):
     for kind in ("outcome", "classifier"):
         path = reward_models.random(directory / kind, kind)
         yield {"name": kind, "path": path, "kind": kind}
@@ -103,32 +103,32 @@ def settings_of_all(directory):
 @pytest.mark.slow
 def test_two_processes_score_as_one_in_every_format(tmp_path):
     """Float32 on gloo; the plan of each architecture is transformers' own."""
-    every = list(settings_of_all(tmp_path))
+    models = list(model_args(tmp_path))
     process = start()
-    answers, _ = process.communicate("".join(json.dumps(own) + "\n" for own in every), timeout=HANG_S)
+    answers, _ = process.communicate("".join(json.dumps(model) + "\n" for model in models), timeout=HANG_S)
     assert process.returncode == 0
-    for own, line in zip(every, answers.splitlines(), strict=True):
-        check_model(reward_models.model_settings(tensor_parallel_size=2, **own))
-        rewards, steps = scored(Classifier(reward_models.model_settings(**own)))
+    for model, line in zip(models, answers.splitlines(), strict=True):
+        check_model(reward_models.model_settings(tensor_parallel_size=2, **model))
+        rewards, steps = scored(Classifier(reward_models.model_settings(**model)))
         ours, our_steps = json.loads(line)
-        np.testing.assert_allclose(ours, rewards, rtol=0, atol=1e-5, err_msg=own["name"])
+        np.testing.assert_allclose(ours, rewards, rtol=0, atol=1e-5, err_msg=model["name"])
         assert len(set(np.round(rewards, 4))) == len(TEXTS)  # the samples differ by far more
         for one, other in zip(our_steps, steps, strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5, err_msg=own["name"])
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5, err_msg=model["name"])
 
 
 @pytest.mark.machine
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["rank 0", "rank 1"])
 def test_a_rank_that_is_killed_takes_the_other_with_it(tmp_path, first):
-    own = {"name": "m", "path": reward_models.random(tmp_path, "outcome"), "kind": "outcome"}
+    model = {"name": "m", "path": reward_models.random(tmp_path, "outcome"), "kind": "outcome"}
     process = start("hold")
-    process.stdin.write(json.dumps(own) + "\n")
+    process.stdin.write(json.dumps(model) + "\n")
     process.stdin.flush()
     process.stdout.readline()
     peer = psutil.Process(int(process.stdout.readline()))
-    found = [own for each in (psutil.Process(process.pid), peer) for own in each.net_connections("tcp")]
-    assert {own.laddr.ip for own in found if own.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+    sockets = [s for rank in (psutil.Process(process.pid), peer) for s in rank.net_connections("tcp")]
+    assert {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
     os.kill(process.pid if first == "rank 0" else peer.pid, signal.SIGKILL)
     assert process.wait(HANG_S) == (-signal.SIGKILL if first == "rank 0" else 1)
     end = time.monotonic() + HANG_S
@@ -159,7 +159,7 @@ def test_a_model_that_cannot_be_split_is_refused_before_a_run(tmp_path, changes,
     ("changes", "message"),
     [
         ({"tensor_parallel_size": 2, "gpu_share": 0.5}, "either shares a GPU or is split over several"),
-        ({"tensor_parallel_size": 2, "trust_remote_code": True}, "own code .* has no plan for splitting it"),
+        ({"tensor_parallel_size": 2, "trust_remote_code": True}, "remote code .* no tensor-parallel plan"),
     ],
 )
 def test_settings_that_contradict_are_refused(changes, message):

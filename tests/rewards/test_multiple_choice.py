@@ -83,127 +83,59 @@ def test_the_mark_of_an_option():
 
 
 STATED = [
-    "The answer is B",
-    "The answer is B.",
-    "The answer is (B).",
-    "the answer is (b)",
-    "Answer: B",
-    "ANSWER: B.",
-    "**Answer: B**",
-    "**Answer:** B",
-    "Answer: **(B)**",
-    "The correct option is \\textbf{(B)}.",
-    "The answer is $B$.",
-    "The correct choice is option B.",
-    "The answer is B) 5 cm",
-    "The answer is (B) Paris.",
-    "The answer is B: Paris",
-    "A is too small. So the answer is B, because 3 < 4.",
-    "The answer is B since C is odd.",
-    'The answer is "B".',
-    "The answer is A. Let me check: 2+2=4. Therefore, the answer is B.",
-    "The final answer is \\(B\\).",
-    "The answer would be B\n",
-    "The answer is Ｂ。",
-    "I doubt A. The answer is B.",
-    "The answer is b.",
-    "If x = 3, then 2x = 6, so the answer is B.",
-    "If n is odd, n + 1 is even; therefore, the answer is (B).",
-    "It can't be A, so the answer is B.",
-    "Since A and C are not possible, the answer is B.",
-    "Because it is not prime, the correct option is (B).",
-    "As x is never negative, the answer must be B.",
-    "And since the sum isn't 4, the correct answer is B.",
-    "The answer is therefore B.",
-    "The answer is, thus, (B).",
-    "The answer is clearly B",
-    "The correct answer has to be B.",
-    "(B) is the correct answer.",
-    "Option B is the correct choice.",
-    "**B** is therefore the right answer.",
-    "C is wrong. B is the correct answer: 5 cm",
+    "The answer is B", "The answer is B.", "The answer is (B).", "the answer is (b)", "Answer: B",
+    "ANSWER: B.", "**Answer: B**", "**Answer:** B", "Answer: **(B)**", "The correct option is \\textbf{(B)}.",
+    "The answer is $B$.", "The correct choice is option B.", "The answer is B) 5 cm",
+    "The answer is (B) Paris.", "The answer is B: Paris",
+    "A is too small. So the answer is B, because 3 < 4.", "The answer is B since C is odd.",
+    'The answer is "B".', "The answer is A. Let me check: 2+2=4. Therefore, the answer is B.",
+    "The final answer is \\(B\\).", "The answer would be B\n", "The answer is Ｂ。",
+    "I doubt A. The answer is B.", "The answer is b.", "If x = 3, then 2x = 6, so the answer is B.",
+    "If n is odd, n + 1 is even; therefore, the answer is (B).", "It can't be A, so the answer is B.",
+    "Since A and C are not possible, the answer is B.", "Because it is not prime, the correct option is (B).",
+    "As x is never negative, the answer must be B.", "And since the sum isn't 4, the correct answer is B.",
+    "The answer is therefore B.", "The answer is, thus, (B).", "The answer is clearly B",
+    "The correct answer has to be B.", "(B) is the correct answer.", "Option B is the correct choice.",
+    "**B** is therefore the right answer.", "C is wrong. B is the correct answer: 5 cm",
     "The answer is A? Let me see. B is the only correct option.",
-    "Since there were 5 apples, the answer is (B).",
-    "There were 12 left, so the answer is (B).",
-    "The problem says x = 2, so the answer is (B).",
-    "The problem also says x = 2, so the answer is (B).",
-    "As we were told, the answer is (B).",
-    "By this argument, the answer is (B).",
+    "Since there were 5 apples, the answer is (B).", "There were 12 left, so the answer is (B).",
+    "The problem says x = 2, so the answer is (B).", "The problem also says x = 2, so the answer is (B).",
+    "As we were told, the answer is (B).", "By this argument, the answer is (B).",
     "B is the correct answer. When x = 3, it holds.",
-]
-# What public evaluations extract, by their own expressions (simple-evals `common.py`, MMLU-Pro
-# `compute_accuracy.py`); what hedges is in `NOT_STATED`.
+]  # fmt: skip
+# What public evaluations extract, by their regular expressions (simple-evals `common.py`, MMLU-Pro
+# `compute_accuracy.py`); hedged statements are in `NOT_STATED`.
 EXTRACTED = {
     r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?": ["Answer: B", "answer : $B$", "ANSWER:B", "x = 1\n\nAnswer: B"],
-    r"answer is \(?([A-J])\)?": [
-        "the answer is (B)",
-        "The correct answer is B.",
-        "So the answer is (B) 3 m.",
-    ],
+    r"answer is \(?([A-J])\)?": ["the answer is (B)", "The correct answer is B.",
+     "So the answer is (B) 3 m."],
     r".*[aA]nswer:\s*([A-J])": ["Final answer: B", "My answer:\nB", "Answer:   B."],
-}
+}  # fmt: skip
 NOT_STATED = [
-    "The answer is B or C.",
-    "The answer is B and C",
-    "The answer is B, C",
-    "The answer is (B), (C)",
-    "The answer is B/C",
-    "The answer is either B or C",
-    "The answer is not B.",
-    "The answer isn't B",
-    "I don't think the answer is B.",
-    "The wrong answer is B.",
-    "If the answer is B, then x = 3.",
-    "The answer is B? No.",
-    "Is the answer is B?",
-    "The answer is B is what a fool says",
-    "The answer is B. No, wait.",
-    "The answer is B... Actually it is C",
-    "The answer is B. Sorry, C.",
-    "The answer is A. But the answer is unclear.",
-    "The answer is",
-    "Options: A) 3 B) 4",
-    "The answer is Brazil",
-    "The answer is B^2",
-    "The answer is B'",
-    "The answer is B + 1",
-    "The answer is B = 4",
-    "Choose B",
-    "It is not true that the answer is B",
-    "Whether the answer is B depends",
-    "B_1: the answer is B_1",
-    "The answer is B-C",
-    "The answer is (B) is wrong",
-    "The answer is B to D",
-    "the answer is B unless it is C",
-    "If x = 3, the answer is B.",
-    "Suppose x = 3, so the answer is B.",
-    "Assume that A is false, so the answer is B.",
-    "Bob says x = 3, so the answer is B.",
-    "One might think x = 3, so the answer is B.",
-    "x = 3, so the answer is not B.",
-    "x = 3, so if y = 1 the answer is B.",
-    "Since x = 3, the answer isn't B.",
-    "x = 3, which would mean the answer is B.",
-    "A or B is the correct answer.",
-    "Neither A nor B is the correct answer.",
-    "If x = 3, B is the correct answer.",
-    "It is not clear that B is the correct answer.",
-    "Is it true that B is the correct answer?",
-    "B is the correct answer? No.",
-    "B is the correct answer. Wait, no, C.",
-    "x > B is the correct answer",
-    "B is not the correct answer.",
-    "The student thought B is the correct answer.",
-    "f(B) = B is the correct answer",
-    "As x is unknown and if it is 2, the answer is (B).",
-    "B is the correct answer only if x > 3.",
-    "B is the correct answer when x > 3.",
-    "If there were 5 apples, 2 are left, so the answer is (B).",
-    "Bob also said x = 3, so the answer is B.",
-    "The teacher believes x = 3, so the answer is B.",
-    "One could argue x = 3, so the answer is B.",
-]
+    "The answer is B or C.", "The answer is B and C", "The answer is B, C", "The answer is (B), (C)",
+    "The answer is B/C", "The answer is either B or C", "The answer is not B.", "The answer isn't B",
+    "I don't think the answer is B.", "The wrong answer is B.", "If the answer is B, then x = 3.",
+    "The answer is B? No.", "Is the answer is B?", "The answer is B is what a fool says",
+    "The answer is B. No, wait.", "The answer is B... Actually it is C", "The answer is B. Sorry, C.",
+    "The answer is A. But the answer is unclear.", "The answer is", "Options: A) 3 B) 4",
+    "The answer is Brazil", "The answer is B^2", "The answer is B'", "The answer is B + 1",
+    "The answer is B = 4", "Choose B", "It is not true that the answer is B",
+    "Whether the answer is B depends", "B_1: the answer is B_1", "The answer is B-C",
+    "The answer is (B) is wrong", "The answer is B to D", "the answer is B unless it is C",
+    "If x = 3, the answer is B.", "Suppose x = 3, so the answer is B.",
+    "Assume that A is false, so the answer is B.", "Bob says x = 3, so the answer is B.",
+    "One might think x = 3, so the answer is B.", "x = 3, so the answer is not B.",
+    "x = 3, so if y = 1 the answer is B.", "Since x = 3, the answer isn't B.",
+    "x = 3, which would mean the answer is B.", "A or B is the correct answer.",
+    "Neither A nor B is the correct answer.", "If x = 3, B is the correct answer.",
+    "It is not clear that B is the correct answer.", "Is it true that B is the correct answer?",
+    "B is the correct answer? No.", "B is the correct answer. Wait, no, C.", "x > B is the correct answer",
+    "B is not the correct answer.", "The student thought B is the correct answer.",
+    "f(B) = B is the correct answer", "As x is unknown and if it is 2, the answer is (B).",
+    "B is the correct answer only if x > 3.", "B is the correct answer when x > 3.",
+    "If there were 5 apples, 2 are left, so the answer is (B).", "Bob also said x = 3, so the answer is B.",
+    "The teacher believes x = 3, so the answer is B.", "One could argue x = 3, so the answer is B.",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", STATED)
@@ -226,12 +158,8 @@ def test_what_public_evaluations_extract_from_plain_statements_is_extracted_here
 
 
 def test_an_article_or_a_variable_is_no_option():
-    for text in (
-        "The answer is a positive number.",
-        "The answer is a",
-        "The answer is A positive number",
-        "answer: i",
-    ):
+    articles = "The answer is a positive number.", "The answer is a", "The answer is A positive number"
+    for text in (*articles, "answer: i"):
         assert stated_choice(text) is None
     assert stated_choice("The answer is (a).") == stated_choice("The answer is A.") == "A"
 
@@ -246,14 +174,15 @@ def test_only_golds_that_are_options_are_compared_with_a_stated_letter():
 
 def test_long_texts_are_searched_in_linear_time():
     begin = time.monotonic()
-    for piece in (
+    pieces = (
         "answer is ",
         "answer: (((((",
         "the answer is **",
         "answer is B or ",
         "\\text{" * 3,
         "answer " * 5,
-    ):
+    )
+    for piece in pieces:
         assert stated_choice(piece * 20_000) is None
     assert time.monotonic() - begin < HANG_S
 

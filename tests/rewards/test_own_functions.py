@@ -1,4 +1,4 @@
-"""Reward functions of users: of a whole group, asynchronous, of steps, and what their signatures ask for."""
+"""User-supplied reward functions: of whole groups, asynchronous, of steps, and the arguments they name."""
 
 import re
 from dataclasses import replace
@@ -125,17 +125,14 @@ def pool(code):
         yield pool
 
 
-def group_of(completions, **more):
-    reasons = ["length" if i == 1 else "stop" for i in range(len(completions))]
-    return replace(completion_group(completions, "4", reasons=reasons, **more), source="gsm8k")
-
-
 def scored(pool, name, completions, reduce=None, kwargs=None, **more):
     function = spec("own", f"own_rewards:{name}", kwargs=kwargs)
     if reduce:
         function = ProcessRewardConfig(**dict(function) | {"kind": "process", "reduce": reduce})
+    reasons = ["length" if i == 1 else "stop" for i in range(len(completions))]
+    group = replace(completion_group(completions, "4", reasons=reasons, **more), source="gsm8k")
     scorer = Scorer([function], pool)
-    return scorer.score(group_of(completions, **more)), scorer
+    return scorer.score(group), scorer
 
 
 @pytest.mark.slow
@@ -166,12 +163,12 @@ def test_a_group_without_a_number_each_is_not_scored(pool, name, reason):
 
 def test_none_is_a_reason_of_its_sample_and_no_failure(pool):
     scores, scorer = scored(pool, "longest", ["ab", "", "abc"])
-    assert scorer.failures == {} and [len(own) for own in scores.failures] == [0, 1, 0]
+    assert scorer.failures == {} and [len(reasons) for reasons in scores.failures] == [0, 1, 0]
     assert scores.failures[1][0].startswith("reward own: it returned None or NaN, which mean that")
 
 
 def test_exceptions_of_one_line_are_counted_as_one_with_the_first_text(pool):
-    """Their texts differ, and hold what a terminal would obey."""
+    """Their texts differ and contain control characters of terminals."""
     scores, scorer = scored(pool, "quotes", ["a\x1b[2J\nb", "c\x00d", "4"])
     ((reason, count),) = scorer.failures["own"].items()
     assert count == 2 and len(scorer.news()) == 1
@@ -180,8 +177,8 @@ def test_exceptions_of_one_line_are_counted_as_one_with_the_first_text(pool):
 
 
 def test_a_function_of_a_group_that_hangs_is_killed(code):
-    with GraderPool(1, timeout_s=0.5, code_paths=[code]) as own:
-        scores, scorer = scored(own, "hangs", ["a", "b", "c"])
+    with GraderPool(1, timeout_s=0.5, code_paths=[code]) as pool:
+        scores, scorer = scored(pool, "hangs", ["a", "b", "c"])
         assert np.isnan(scores.rewards).all()
         assert scorer.failures == {"own": {"no result within 1.5 s": 3}}
 
@@ -192,7 +189,7 @@ def test_asynchronous_calls_of_a_group_run_at_the_same_time(pool):
     np.testing.assert_array_equal(scores.rewards, [1.0] * 7 + [np.nan, np.nan, 2.0])
     ((reason, count),) = scorer.failures["own"].items()
     assert re.fullmatch(r"RuntimeError: bad one \(/.*/own_rewards\.py:\d+ in asked\)", reason) and count == 1
-    assert [own for own in scores.failures if own] == [
+    assert [reasons for reasons in scores.failures if reasons] == [
         (f"reward own: {reason}",),
         ("reward own: it returned None or NaN, which mean that it could not be scored",),
     ]
@@ -200,12 +197,12 @@ def test_asynchronous_calls_of_a_group_run_at_the_same_time(pool):
 
 @pytest.mark.slow
 def test_an_asynchronous_call_past_its_deadline_costs_only_its_own_sample(code):
-    with GraderPool(1, timeout_s=5.0, code_paths=[code]) as own:
-        scores, scorer = scored(own, "asked", ["a", "slow", "abc"], kwargs={"seconds": 0.0})
+    with GraderPool(1, timeout_s=5.0, code_paths=[code]) as pool:
+        scores, scorer = scored(pool, "asked", ["a", "slow", "abc"], kwargs={"seconds": 0.0})
         np.testing.assert_array_equal(scores.rewards, [1.0, np.nan, 3.0])
         assert scorer.failures == {"own": {"no result within 5 s": 1}}
-        own._timeout_s = 0.5
-        scores, scorer = scored(own, "blocks", ["a", "b"])  # its loop cannot end the others
+        pool._timeout_s = 0.5
+        scores, scorer = scored(pool, "blocks", ["a", "b"])  # its loop cannot end the others
         assert np.isnan(scores.rewards).all() and scorer.failures == {"own": {"no result within 2.5 s": 2}}
 
 
@@ -222,7 +219,7 @@ def test_a_function_gets_what_its_signature_names(pool):
     assert scores.rewards.tolist() == [1.0]
 
 
-def test_a_column_of_the_data_comes_before_a_name_of_ours(pool):
+def test_a_column_of_the_data_comes_before_a_built_in_argument(pool):
     scores, _ = scored(pool, "column", ["a"], columns={"source": "7"})
     assert scores.rewards.tolist() == [7.0]
 
@@ -232,7 +229,7 @@ def test_steps_get_a_reward_each_and_together_one(pool):
     for reduce, expected in (("min", [0, 0, 1]), ("mean", [2 / 3, 0, 1]), ("last", [1, 0, 1])):
         scores, _ = scored(pool, "right_steps", texts, reduce)
         assert scores.rewards.tolist() == pytest.approx(expected)
-        assert [own.tolist() for own in scores.steps.rewards] == [[1, 0, 1], [0], [1]]
+        assert [steps.tolist() for steps in scores.steps.rewards] == [[1, 0, 1], [0], [1]]
         assert scores.steps.char_ends == ([5, 8, 11], [1], [3])
     scores, _ = scored(pool, "right_steps", texts[1:2], "min", {"bonus": 0.5})
     assert scores.rewards.tolist() == [0.5]
@@ -241,7 +238,7 @@ def test_steps_get_a_reward_each_and_together_one(pool):
 def test_steps_that_cannot_be_scored_are_nan_and_keep_their_ends(pool):
     scores, scorer = scored(pool, "picky_steps", ["a\n\nb?", "", "short\n\nb"], "mean")
     assert np.isnan(scores.rewards).all()
-    assert [np.isnan(own).tolist() for own in scores.steps.rewards] == [[True, True], [True], [True, True]]
+    assert [np.isnan(row).tolist() for row in scores.steps.rewards] == [[True, True], [True], [True, True]]
     question, short = sorted(scorer.failures["own"])
     assert re.fullmatch(r"ValueError: a question \(/.*/own_rewards\.py:\d+ in picky_steps\)", question)
     assert short == "ValueError: own_rewards:picky_steps returned 1 numbers; expected 2"
@@ -256,7 +253,7 @@ def test_step_rewards_that_are_not_asynchronous_use_all_processes(code):
 
 @pytest.mark.slow
 def test_each_sample_has_the_deadlines_of_its_own_steps(code):
-    """One step has 1 s; the other samples keep their scores, and the reason says which deadline it was."""
+    """Each step has 1 s; the other samples keep their scores, and the reason names the deadline."""
     with GraderPool(1, timeout_s=1.0, code_paths=[str(code)]) as pool:
         texts = ["slow", "a\n\nb", "slow\n\nb"]
         scores, scorer = scored(pool, "slow_steps", texts, "min")
@@ -265,7 +262,7 @@ def test_each_sample_has_the_deadlines_of_its_own_steps(code):
 
 
 def test_the_group_carries_the_rewards_of_steps_at_the_policys_tokens(code, tiny_model):
-    """One token a character, and EOS: the steps end with tokens 4 and 6, the second sample's with 1."""
+    """One token per character, and EOS: the steps end with tokens 4 and 6; in the second sample with 1."""
     function = {"function": "own_rewards:right_steps", "kind": "process", "reduce": "mean"}
     settings = RewardsConfig.model_validate({"functions": [function], "code_paths": [code]})
     worker = RewardWorker(settings, max_new_tokens=24, policy=PolicyTokenizer(str(tiny_model), False))
@@ -273,15 +270,15 @@ def test_the_group_carries_the_rewards_of_steps_at_the_policys_tokens(code, tiny
     texts = ["a=1\n\nb", "c"]
     ids = [np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32) for text in texts]
     samples = [
-        Rollout("p", i, own, np.zeros(len(own), np.float32), "stop", text, np.zeros(len(own), np.int32))
-        for i, (text, own) in enumerate(zip(texts, ids, strict=True))
+        Rollout("p", i, row, np.zeros(len(row), np.float32), "stop", text, np.zeros(len(row), np.int32))
+        for i, (text, row) in enumerate(zip(texts, ids, strict=True))
     ]
     try:
         group, news = worker.score(Prompt("p", np.array([1], np.int32), "4", "gsm8k"), samples, {})
     finally:
         worker.close()
     assert group.rewards.tolist() == [0.5, 0.0] and news == ()
-    assert [own.tolist() for own in group.step_rewards] == [[1.0, 0.0], [0.0]]
+    assert [steps.tolist() for steps in group.step_rewards] == [[1.0, 0.0], [0.0]]
     assert [ends.tolist() for ends in group.step_ends] == [[4, 6], [1]]
 
 
@@ -303,7 +300,7 @@ def test_the_configuration_selects_which_function_scores_steps(code):
 
 
 def test_calls_of_all_groups_share_one_event_loop(tmp_path, monkeypatch):
-    """A client that a module keeps belongs to the loop that it was made on."""
+    """A client that a module keeps is bound to the event loop that created it."""
     (tmp_path / "kept_client.py").write_text(
         "import asyncio\nLOOPS = []\n"
         "async def f(completion):\n"

@@ -1,4 +1,4 @@
-"""Rewards of a server against a fake one: whole groups, deadlines, the breaker, replies and secrets."""
+"""Rewards from a server, here a fake one: whole groups, deadlines, the breaker, replies and secrets."""
 
 import math
 import re
@@ -41,13 +41,10 @@ def test_a_group_is_one_request_with_what_the_server_may_need(pool):
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        ({"scores": [1]}, "1 scores for 2 completions"),
-        ({"scores": "11"}, "expected"),
-        ({"scores": [1, "2"]}, "a score is '2', no number"),
-        ({"detail": "x"}, "expected"),
-        (3, "expected"),
+        ({"scores": [1]}, "1 scores for 2 completions"), ({"scores": "11"}, "expected"),
+        ({"scores": [1, "2"]}, "a score is '2', no number"), ({"detail": "x"}, "expected"), (3, "expected"),
     ],
-)
+)  # fmt: skip
 def test_a_reply_that_is_not_one_score_each_scores_nothing(pool, reply, words):
     with StandIn(lambda body, number: replied(reply)) as server:
         rewards, scorer = rewards_of(pool, "remote", completion_group(["a", "b"], ""), url=server.base_url)
@@ -62,13 +59,10 @@ def test_scores_may_be_a_list_or_named_rewards():
 
 def test_secrets_are_masked_in_reasons_and_refusals(pool, monkeypatch):
     monkeypatch.setenv("SCORER_KEY", "s3cretkey")
-    heard = failing(401)[0], b'{"error": {"message": "s3cretkey and t0ken and pa55 are wrong"}}', {}
-    with StandIn(lambda body, number: heard) as server:
-        kwargs = {
-            "url": f"{server.base_url}?token=pa55",
-            "api_key_env": "SCORER_KEY",
-            "headers": {"X-Api-Key": "t0ken"},
-        }
+    reply = failing(401)[0], b'{"error": {"message": "s3cretkey and t0ken and pa55 are wrong"}}', {}
+    with StandIn(lambda body, number: reply) as server:
+        kwargs = {"url": f"{server.base_url}?token=pa55", "headers": {"X-Api-Key": "t0ken"}}
+        kwargs |= {"api_key_env": "SCORER_KEY"}
         _, scorer = rewards_of(pool, "remote", completion_group(["a"], ""), **kwargs)
         with pytest.raises(ValueError) as refusal:
             check_reward("remote", **kwargs)
@@ -83,7 +77,7 @@ def test_secrets_are_masked_in_reasons_and_refusals(pool, monkeypatch):
 def test_a_server_is_tried_before_the_run_and_may_refuse_the_trial():
     with StandIn(lambda body, number: failing(422)) as server:
         kwargs = {"url": server.base_url, "max_retries": 0}
-        check_reward("remote", **kwargs)  # it knows no problem of the check
+        check_reward("remote", **kwargs)  # the server may not know the problem of the check
     with pytest.raises(ValueError, match=r"kwargs\.url = http.* does not reply \(ConnectError"):
         check_reward("remote", **kwargs)
 
@@ -124,9 +118,9 @@ def test_a_generative_model_is_asked_once_about_each_completion(pool):
     ],
 )  # fmt: skip
 def test_the_number_behind_the_word_is_the_score(reply, score):
-    """Its sign and its point belong to it, and a scale in parentheses does not."""
-    found = [match[1] for match in re.finditer(Generative.model_fields["pattern"].default, reply)]
-    assert found == ([] if score is None else [score])
+    """The number includes its sign and decimal point, but not a scale in parentheses."""
+    matches = [match[1] for match in re.finditer(Generative.model_fields["pattern"].default, reply)]
+    assert matches == ([] if score is None else [score])
 
 
 def test_a_reply_on_which_the_pattern_hangs_is_not_scored(pool, monkeypatch):
@@ -159,8 +153,8 @@ def test_a_whole_group_is_compared_in_one_request(pool):
         )  # fmt: skip
     np.testing.assert_array_equal(rewards, [0.0, np.nan, 1.0])
     (body,) = server.requests
-    asked = "P\nResponse 1:\nx\n\nResponse 2:\ny {problem}\n\nResponse 3:\nz"
-    assert body["messages"][0]["content"] == asked
+    prompt = "P\nResponse 1:\nx\n\nResponse 2:\ny {problem}\n\nResponse 3:\nz"
+    assert body["messages"][0]["content"] == prompt
 
 
 def test_a_generative_model_that_goes_away_scores_nothing_and_comes_back(pool):
@@ -180,20 +174,20 @@ def test_a_generative_model_that_goes_away_scores_nothing_and_comes_back(pool):
     assert np.isnan(first).all() and later == 0.5
 
 
-def refused(**kwargs):
+def refusal(**kwargs):
     kwargs = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "max_retries": 0} | kwargs
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError) as error:
         check_reward("generative", **kwargs)
-    return str(refusal.value)
+    return str(error.value)
 
 
 def test_settings_of_a_generative_model_that_cannot_score_are_refused():
-    assert "expected {completion}" in refused(prompt="Rate it.")
+    assert "expected {completion}" in refusal(prompt="Rate it.")
     for pattern in ("(", "(a{99999999999999999999})", "(" * 3000 + ")" * 3000):
-        assert "no regular expression" in refused(pattern=pattern)
-    assert "expected a group around the score" in refused(pattern="")
-    assert "expected a group around the score" in refused(pattern="Score")
-    assert "expected the least before the largest" in refused(range=[1, 1])
-    assert "the model m at kwargs.base_url = http://127.0.0.1:9/v1 does not reply" in refused()
+        assert "no regular expression" in refusal(pattern=pattern)
+    assert "expected a group around the score" in refusal(pattern="")
+    assert "expected a group around the score" in refusal(pattern="Score")
+    assert "expected the least before the largest" in refusal(range=[1, 1])
+    assert "the model m at kwargs.base_url = http://127.0.0.1:9/v1 does not reply" in refusal()
     with StandIn(lambda body, number: "It is") as server:
-        assert "raise kwargs.max_tokens = 512" in refused(base_url=server.base_url)
+        assert "raise kwargs.max_tokens = 512" in refusal(base_url=server.base_url)

@@ -1,5 +1,5 @@
-"""Checks before a run: a column that a built-in reward names, and a row lacks or has in another form, and
-golds that cannot be read.
+"""Checks before a run: columns that built-in rewards read and rows lack or have in another form; golds that
+cannot be parsed.
 """
 
 import numpy as np
@@ -34,9 +34,9 @@ def problems(rewards, *rows):
 
 
 def test_rows_with_the_columns_are_right():
-    own = row("a", 1, tests=TESTS, setup="", level=1)
+    complete = row("a", 1, tests=TESTS, setup="", level=1)
     assert problems({"functions": [{"function": "math"}]}, row("a", 1)) == []
-    assert problems({"functions": [CODE, SERVED]}, own, own) == []
+    assert problems({"functions": [CODE, SERVED]}, complete, complete) == []
 
 
 def test_a_nested_column_is_known_by_its_last_part_which_an_argument_can_have():
@@ -52,14 +52,14 @@ def test_a_nested_column_is_known_by_its_last_part_which_an_argument_can_have():
 
 def test_a_column_that_a_row_lacks_is_named_with_those_it_has():
     """Its code would not run, and every solution that needs it would be wrong."""
-    (found,) = problems({"functions": [CODE]}, row("a", 1, tests=TESTS, set_up=""))
-    assert found == (
+    (problem,) = problems({"functions": [CODE]}, row("a", 1, tests=TESTS, set_up=""))
+    assert problem == (
         "reward unit_tests reads column `setup`, but a.jsonl:1 has only problem, set_up, tests: add it to "
         "`data.train.0.columns`, correct the kwargs of the reward, or give source a other rewards in "
         "`rewards.by_source`"
     )
-    (found,) = problems({"functions": [SERVED]}, row("a", 1, level=1), row("a", 2))
-    assert "reward remote reads column `level`, but a.jsonl:2" in found
+    (problem,) = problems({"functions": [SERVED]}, row("a", 1, level=1), row("a", 2))
+    assert "reward remote reads column `level`, but a.jsonl:2" in problem
     assert len(problems({"functions": [CODE]}, row("a", 1))) == 2
 
 
@@ -70,16 +70,16 @@ def test_kwargs_that_a_reward_does_not_take_are_named_with_their_key(source):
         ({"by_source": {"a": wrong}}, "rewards.by_source.a.functions") if source
         else (wrong, "rewards.functions")
     )  # fmt: skip
-    (found,) = problems(rewards, row("a", 1))
-    assert found.startswith(f"{key} exact: unknown key kwargs.casefold")
+    (problem,) = problems(rewards, row("a", 1))
+    assert problem.startswith(f"{key} exact: unknown key kwargs.casefold")
     settings = RewardsConfig.model_validate(rewards)
-    assert found in list(reward_problems(settings, max_new_tokens=8))  # `check` says it once
+    assert problem in list(reward_problems(settings, max_new_tokens=8))  # `check` says it once
 
 
 def test_columns_that_the_source_has_and_rows_do_not_keep_are_listed():
-    own = [row("a", 1, level=1)]
+    rows = [row("a", 1, level=1)]
     settings = RewardsConfig.model_validate({"functions": [CODE]})
-    first, _ = column_problems(settings, own, "add it", lambda: ["question", "answer", "Setup"])
+    first, _ = column_problems(settings, rows, "add it", lambda: ["question", "answer", "Setup"])
     assert "a.jsonl:1 has only Setup, answer, question: add it" in first
 
 
@@ -89,11 +89,11 @@ def rated(prompt):
 
 
 def test_a_column_in_the_prompt_of_a_generative_reward_is_one_that_it_reads():
-    """Else its name is sent in place of its text, and every score of the run is given without it."""
-    asked = rated("Rubric: {rubric}\n{problem}\n{answer}\n{completion}")
-    (found,) = problems(asked, row("a", 1, rubric="R"), row("a", 2, level=1))
-    assert found.startswith("reward generative reads column `rubric`, but a.jsonl:2 has only level, problem:")
-    assert problems(asked, row("a", 1, rubric="R")) == []
+    """Otherwise the prompt holds its name instead of its text in every request of the run."""
+    rewards = rated("Rubric: {rubric}\n{problem}\n{answer}\n{completion}")
+    (issue,) = problems(rewards, row("a", 1, rubric="R"), row("a", 2, level=1))
+    assert issue.startswith("reward generative reads column `rubric`, but a.jsonl:2 has only level, problem:")
+    assert problems(rewards, row("a", 1, rubric="R")) == []
 
 
 FORMULAS = ["\\boxed{x}", "$\\frac{a}{b}$", "$a^{n}_{i}\\sqrt[3]{x}$", "\\{a\\}", "${a}$", "$\\sqrt {x}$"]
@@ -106,30 +106,28 @@ def test_braces_of_formulas_are_no_columns(text):
 
 @pytest.mark.parametrize("text", ["{problem}{rubric}{completion}", "Rubric_{rubric} {completion}"])
 def test_a_column_is_found_wherever_its_name_stands(text):
-    (found,) = problems(rated(text), row("a", 1))
-    assert "reads column `rubric`" in found
+    (problem,) = problems(rated(text), row("a", 1))
+    assert "reads column `rubric`" in problem
 
 
 def test_every_source_needs_the_columns_of_its_own_rewards():
-    """Else none of its completions could be scored, for a whole run."""
+    """Otherwise none of its completions could be scored in the whole run."""
     nowhere = DataSourceConfig(path="./absent.jsonl")
     code, other = (nowhere, [row("code", 1, tests=TESTS)]), (nowhere, [row("other", 1)])
-    own = {"function": "unit_tests"}
+    unit_tests = {"function": "unit_tests"}
     with pytest.raises(ValueError, match=r"other.jsonl:1 has only problem: add it to `data.eval.1.columns`"):
-        check_columns(RewardsConfig(functions=(own,)), [code, other], "data.eval")
+        check_columns(RewardsConfig(functions=(unit_tests,)), [code, other], "data.eval")
     by_source = RewardsConfig.model_validate(
-        {"functions": [{"function": "math"}], "by_source": {"code": {"functions": [own]}}}
+        {"functions": [{"function": "math"}], "by_source": {"code": {"functions": [unit_tests]}}}
     )
     check_columns(by_source, [code, other], "data.eval")
 
 
 def test_tests_of_another_form_are_named_with_their_row():
     apps = {"inputs": ["1"], "outputs": ["2"]}
-    own = {"functions": [{"function": "unit_tests"}]}
-    (found,) = problems(
-        own, row("code", 1, tests=TESTS), row("code", 2, tests=apps), row("code", 3, tests=[])
-    )
-    assert found.startswith("reward unit_tests: code.jsonl:2: column tests has no tests; expected a list")
+    rows = row("code", 1, tests=TESTS), row("code", 2, tests=apps), row("code", 3, tests=[])
+    (problem,) = problems({"functions": [{"function": "unit_tests"}]}, *rows)
+    assert problem.startswith("reward unit_tests: code.jsonl:2: column tests has no tests; expected a list")
 
 
 PATIENT = RewardsConfig(timeout_s=600.0)
@@ -159,7 +157,7 @@ ANSWERS = ["5", "-5", "\\{\\}", "no solution", "x", "Na", "odd", "\\text{Yes}", 
 
 
 @pytest.mark.parametrize("gold", NO_ANSWERS)
-def test_texts_in_the_place_of_an_answer_are_no_answers(gold: str) -> None:
+def test_placeholders_are_no_answers(gold: str) -> None:
     assert is_no_answer(gold)
 
 

@@ -43,12 +43,12 @@ def test_without_a_chat_template_problem_and_completion_are_plain_text(tmp_path)
 
 @pytest.mark.parametrize("kind", ["outcome", "classifier"])
 def test_no_keys_and_values_are_cached(tmp_path, kind):
-    """By default transformers would keep those of all layers for the whole batch."""
-    model, kept = Classifier(model_settings(by_hand(tmp_path, kind), kind)), []
+    """By default transformers keeps the keys and values of all layers for the whole batch."""
+    model, caches = Classifier(model_settings(by_hand(tmp_path, kind), kind)), []
     decoder = model._model.base_model
-    decoder.register_forward_hook(lambda _, __, output: kept.append(output.get("past_key_values")))
+    decoder.register_forward_hook(lambda _, __, output: caches.append(output.get("past_key_values")))
     model.score("1+1", TEXTS, token_ids(TEXTS), TOKENIZER)
-    assert kept and not any(kept)
+    assert caches and not any(caches)
 
 
 def test_two_labels_give_the_probability_of_the_second(tmp_path):
@@ -61,13 +61,13 @@ def test_two_labels_give_the_probability_of_the_second(tmp_path):
     [("min", [-1.0, 2.0, 0.0]), ("mean", [-0.25, 2.0, 2.5 / 3]), ("last", [-1.0, 2.0, 0.5])],
 )
 def test_a_process_model_scores_each_step(tmp_path, reduce, expected):
-    """With an empty mark, each step is scored at its own last character."""
+    """With an empty mark, each step is scored at its last character."""
     scores = score(by_hand(tmp_path, "classifier"), "classifier", TEXTS[:3], reduce=reduce, step_mark="")
-    assert [own.tolist() for own in scores.step_rewards] == [
+    assert [rewards.tolist() for rewards in scores.step_rewards] == [
         pytest.approx([0.5, -1.0]), pytest.approx([2.0]), pytest.approx([0.0, 2.0, 0.5])
     ]  # fmt: skip
     assert [ends.tolist() for ends in scores.step_ends] == [[2, 4], [1], [2, 5, 7]]
-    assert all(own.dtype == np.float32 for own in scores.step_rewards)
+    assert all(rewards.dtype == np.float32 for rewards in scores.step_rewards)
     assert all(ends.dtype == np.int32 for ends in scores.step_ends)
     assert scores.rewards == pytest.approx(expected)
 
@@ -79,10 +79,8 @@ def test_a_pair_too_long_for_the_model_is_not_scored(tmp_path, caplog):
     assert "65 tokens, but the model takes at most 64" in caplog.text
     scores = score(by_hand(tmp_path / "p", "classifier"), "classifier", ["1\n\n" + "3" * 60, "1"])
     np.testing.assert_allclose(scores.rewards, [np.nan, 3.0], rtol=1e-6)
-    assert np.isnan(scores.step_rewards[0]).tolist() == [True, True] and scores.step_ends[0].tolist() == [
-        2,
-        63,
-    ]
+    assert np.isnan(scores.step_rewards[0]).tolist() == [True, True]
+    assert scores.step_ends[0].tolist() == [2, 63]
 
 
 @pytest.mark.parametrize("kind", ["outcome", "classifier"])
@@ -94,7 +92,7 @@ def test_batches_do_not_change_scores(tmp_path, kind):
     assert len(set(np.round(one.rewards, 4).tolist())) == len(texts)
 
 
-def test_scores_are_those_of_the_plain_model(tmp_path):
+def test_scores_equal_the_scores_of_the_plain_model(tmp_path):
     """Compares with transformers alone, one row at a time."""
     path = random(tmp_path, "outcome", labels=2)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()

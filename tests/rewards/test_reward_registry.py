@@ -61,11 +61,7 @@ COMPLETIONS = ["<think>2+2</think>\\boxed{4}", "\\boxed{4}", "<think>2+2</think>
 
 
 def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
-    specs = [
-        spec("math", "math", 1.0),
-        spec("shape", "format", 0.25),
-        spec("idle", "format", 0.0),
-    ]
+    specs = [spec("math", "math", 1.0), spec("shape", "format", 0.25), spec("idle", "format", 0.0)]
     scores = Scorer(specs, pool).score(completion_group(COMPLETIONS, "4"))
     assert scores.rewards.dtype == np.float32
     assert scores.rewards.tolist() == [1.25, 1.0, 0.25, 0.0]
@@ -80,9 +76,8 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
 
 def test_an_unscored_sample_is_nan_not_zero(pool: GraderPool) -> None:
     specs = [spec("math", "math"), spec("picky", "my_rewards:picky", 0.5)]
-    scores = Scorer(specs, pool).score(
-        completion_group(["\\boxed{4}", "\\boxed{5}", "nothing \\boxed{4}"], "4")
-    )
+    group = completion_group(["\\boxed{4}", "\\boxed{5}", "nothing \\boxed{4}"], "4")
+    scores = Scorer(specs, pool).score(group)
     assert np.isnan(scores.rewards).tolist() == [False, True, True]
     assert scores.rewards[0] == 1.5
     assert scores.parts["math"].tolist() == [1.0, 0.0, 1.0]
@@ -94,7 +89,7 @@ def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
     endless = completion_group(["a", "loop", "b"], "4")
     with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
         scorer = Scorer([spec("e", "my_rewards:endless")], pool)
-        unscored = lambda found: ["timeout" if np.isnan(r) else "" for r in found.rewards[::2]]  # noqa: E731
+        unscored = lambda scores: ["timeout" if np.isnan(r) else "" for r in scores.rewards[::2]]  # noqa: E731
         scores = in_time(pool, lambda: scorer.score(endless), unscored)
     assert scores.outcomes == ["", "", ""]
     assert np.isnan(scores.rewards).tolist() == [False, True, False]
@@ -108,13 +103,9 @@ def test_an_unscored_part_of_weight_zero_keeps_the_reward(pool: GraderPool) -> N
 
 
 def test_functions_receive_columns_and_keywords(pool: GraderPool) -> None:
-    specs = [
-        spec("length", "my_rewards:length", 1.0, {"scale": 0.5}),
-        spec("level", "my_rewards:by_level", 10.0),
-    ]
-    scores = Scorer(specs, pool).score(
-        completion_group(["abcd", "ab"], "4", columns={"level": 3, "problem": "2+2"})
-    )
+    length = spec("length", "my_rewards:length", 1.0, {"scale": 0.5})
+    group = completion_group(["abcd", "ab"], "4", columns={"level": 3, "problem": "2+2"})
+    scores = Scorer([length, spec("level", "my_rewards:by_level", 10.0)], pool).score(group)
     assert scores.parts["length"].tolist() == [2.0, 1.0]
     assert scores.parts["level"].tolist() == [4.0, 4.0]
     assert scores.rewards.tolist() == [42.0, 41.0]
@@ -171,11 +162,8 @@ def test_the_configuration_names_rewards(code: str) -> None:
     ("function", "kwargs", "words"),
     [
         ("math", {"scale": 2}, ["unknown key kwargs.scale", "math takes: none"]),
-        (
-            "overlong",
-            {"buffer_tokens": 0},
-            ["kwargs.buffer_tokens = 0", "greater than 0", "takes: buffer_tokens"],
-        ),
+        ("overlong", {"buffer_tokens": 0},
+         ["kwargs.buffer_tokens = 0", "greater than 0", "takes: buffer_tokens"]),
         ("overlong", {"buffer_tokens": 101}, ["101", "`sampling.max_new_tokens` = 100", "e.g. 25"]),
         ("repetition", {"n": "many"}, ["kwargs.n = 'many'", "integer"]),
         ("language", {"scripts": "klingon"}, ["'klingon'", "cyrillic", "han"]),
@@ -183,7 +171,7 @@ def test_the_configuration_names_rewards(code: str) -> None:
         ("cosine_length", {"correct": [1.0]}, ["kwargs.correct"]),
         ("judge", {"model": "m"}, ["kwargs.base_url is missing", "only_when"]),
     ],
-)
+)  # fmt: skip
 def test_unknown_settings_of_a_built_in_are_rejected(function, kwargs, words) -> None:
     settings = RewardsConfig(functions=(RewardConfig(name="mine", function=function, kwargs=kwargs),))
     with pytest.raises(ValueError) as refusal:
@@ -197,23 +185,23 @@ NEEDED = {
     "language": {"scripts": "latin"}, "overlong": {"buffer_tokens": 8}, "remote": {"url": "http://x"},
     "judge": {"base_url": "http://x", "model": "m"}, "generative": {"base_url": "http://x", "model": "m"},
 }  # fmt: skip
-OF_SERVERS = {"judge", "remote", "generative", "unit_tests", "environment"}  # not scored here
+NEED_A_SERVICE = {"judge", "remote", "generative", "unit_tests", "environment"}  # not scored here
 
 
-def made(function, kwargs=None):
+def reward(function, kwargs=None):
     return make(spec("r", function, kwargs=NEEDED.get(function, {}) | (kwargs or {})))
 
 
-@pytest.mark.parametrize("function", sorted(set(REWARDS) - OF_SERVERS))
+@pytest.mark.parametrize("function", sorted(set(REWARDS) - NEED_A_SERVICE))
 def test_a_reward_that_is_not_graded_gives_0_and_1_alone(pool: GraderPool, function: str) -> None:
     texts = [*COMPLETIONS, "four 四", "4 " * 100, "<think>2</think><answer>4</answer>"]
     tokens = tuple(np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts)
     group = replace(completion_group(texts, "4"), token_ids=tokens)
     scores = Scorer([spec("r", function, kwargs=NEEDED.get(function, {}))], pool).score(group)
-    assert made(function).is_graded == bool(set(scores.rewards.tolist()) - {0.0, 1.0})
+    assert reward(function).is_graded == bool(set(scores.rewards.tolist()) - {0.0, 1.0})
 
 
-@pytest.mark.parametrize("function", sorted(set(REWARDS) - OF_SERVERS))
+@pytest.mark.parametrize("function", sorted(set(REWARDS) - NEED_A_SERVICE))
 def test_a_blind_reward_gives_a_right_and_a_wrong_answer_the_same(pool: GraderPool, function: str) -> None:
     scorer = Scorer([spec("r", function, kwargs=NEEDED.get(function, {}))], pool)
     longer = "\\boxed{5}" + " so" * 30
@@ -226,15 +214,15 @@ def test_a_blind_reward_gives_a_right_and_a_wrong_answer_the_same(pool: GraderPo
 
 def test_an_estimator_sees_the_rewards_of_its_sources_alone() -> None:
     graded, plain = {"functions": ["math", "cosine_length"]}, {"functions": ["math"]}
-    of_b = {"path": "b", "algorithm": {"advantage": "grpo"}}
+    source_b = {"path": "b", "algorithm": {"advantage": "grpo"}}
     config = fakes.config(
-        data={"train": [{"path": "a"}, of_b]}, rewards={"by_source": {"a": plain, "b": graded}},
+        data={"train": [{"path": "a"}, source_b]}, rewards={"by_source": {"a": plain, "b": graded}},
         algorithm={"advantage": "maxrl"},
     )  # fmt: skip
-    shared, own = config.rewards_by_estimator
-    assert (shared[0], own[0]) == ("maxrl", "grpo")
-    assert list(graded_problems(config.rewards, "maxrl")) and not list(graded_problems(shared[1], "maxrl"))
-    assert [one.function for one in own[1].functions] == ["math", "cosine_length"]
+    of_maxrl, of_grpo = config.rewards_by_estimator
+    assert (of_maxrl[0], of_grpo[0]) == ("maxrl", "grpo")
+    assert list(graded_problems(config.rewards, "maxrl")) and not list(graded_problems(of_maxrl[1], "maxrl"))
+    assert [one.function for one in of_grpo[1].functions] == ["math", "cosine_length"]
 
 
 def test_maxrl_refuses_graded_rewards_before_a_run() -> None:
@@ -260,9 +248,9 @@ def test_random_rewards_depend_on_the_seed_and_never_on_the_text(pool: GraderPoo
 
     assert scored(0, "4") == scored(0, "4", "right or wrong")
     assert scored(0, "4") != scored(1, "4") and scored(0, "4") != scored(0, "5")
-    drawn = [value for gold in range(200) for value in scored(0, str(gold))]
-    assert set(drawn) == {0.0, 1.0}
-    assert np.mean(drawn) == pytest.approx(0.3, abs=0.03)  # 3.7 standard errors of 3200 draws
+    values = [value for gold in range(200) for value in scored(0, str(gold))]
+    assert set(values) == {0.0, 1.0}
+    assert np.mean(values) == pytest.approx(0.3, abs=0.03)  # 3.7 standard errors of 3200 draws
 
 
 def test_built_in_rewards_see_tokens_and_the_group(pool: GraderPool) -> None:
@@ -272,19 +260,15 @@ def test_built_in_rewards_see_tokens_and_the_group(pool: GraderPool) -> None:
         spec("relative", "relative_length"),
         spec("repetition", "repetition", kwargs={"n": 2}),
     ]
-    group = completion_group(
-        ["\\boxed{4}"] * 2 + ["\\boxed{5}"] * 2,
-        "4",
-        lengths=[50, 90, 70, 100],
-        reasons=["stop", "stop", "stop", "length"],
-    )
+    texts, reasons = ["\\boxed{4}"] * 2 + ["\\boxed{5}"] * 2, ["stop", "stop", "stop", "length"]
+    group = completion_group(texts, "4", lengths=[50, 90, 70, 100], reasons=reasons)
     scores = Scorer(specs, pool).score(group)
     assert scores.parts["overlong"].tolist() == [0.0, -0.5, 0.0, -1.0]
     assert scores.parts["cosine"].tolist()[::3] == [1.5, -3.0]
     assert scores.parts["cosine"][2] == pytest.approx(-0.5 * (1 + np.cos(0.7 * np.pi)))
     assert scores.parts["relative"] == pytest.approx([0.5, -0.3, 0.0, -0.5])
     assert scores.parts["repetition"].tolist() == [0.0] * 4
-    assert scores.outcomes == ["correct", "correct", "wrong", "wrong"]  # asked for by the lengths
+    assert scores.outcomes == ["correct", "correct", "wrong", "wrong"]  # the length rewards need them
 
 
 def test_text_rewards(pool: GraderPool) -> None:
@@ -293,9 +277,8 @@ def test_text_rewards(pool: GraderPool) -> None:
         spec("numeric", "numeric", kwargs={"relative": 0.01}),
         spec("language", "language", kwargs={"scripts": "cyrillic"}),
     ]
-    scores = Scorer(specs, pool).score(
-        completion_group(["ответ is \\boxed{40.1}", "ответ \\boxed{40}"], "40")
-    )
+    group = completion_group(["ответ is \\boxed{40.1}", "ответ \\boxed{40}"], "40")
+    scores = Scorer(specs, pool).score(group)
     assert scores.parts["exact"].tolist() == [0.0, 1.0]
     assert scores.parts["numeric"].tolist() == [1.0, 1.0]
     assert scores.parts["language"].tolist() == [0.5, 1.0]
@@ -318,10 +301,8 @@ def test_a_reward_beyond_float32_is_unscored_and_reported(pool: GraderPool) -> N
     scorer = Scorer([spec("huge", "my_rewards:huge")], pool)
     scores = scorer.score(completion_group(["1e39", "-1e300", "inf", "nan", "3e38"], "4"))
     np.testing.assert_array_equal(scores.rewards, np.array([np.nan] * 4 + [3e38], np.float32))
-    assert [line.partition(",")[0] for line in scorer.news()[-2:]] == [
-        "reward huge: gave 1e+39",
-        "reward huge: gave -1e+300",
-    ]
+    news = [line.partition(",")[0] for line in scorer.news()[-2:]]
+    assert news == ["reward huge: gave 1e+39", "reward huge: gave -1e+300"]
 
 
 def test_an_infinite_score_of_a_reward_model_is_unscored(pool: GraderPool) -> None:
@@ -331,8 +312,9 @@ def test_an_infinite_score_of_a_reward_model_is_unscored(pool: GraderPool) -> No
 
 
 def test_whether_a_reward_is_graded_may_depend_on_its_settings() -> None:
-    assert not made("judge").is_graded and not made("remote").is_graded and made("environment").is_graded
-    assert not made("unit_tests").is_graded and made("unit_tests", {"reward": "share"}).is_graded
-    assert made("generative").is_graded  # a number from 0 to 10
-    assert not made("generative", {"verdicts": {"yes": 1, "no": 0}}).is_graded
-    assert made("generative", {"verdicts": {"yes": 1, "maybe": 0.5, "no": 0}}).is_graded
+    assert not reward("judge").is_graded and not reward("remote").is_graded
+    assert reward("environment").is_graded and not reward("unit_tests").is_graded
+    assert reward("unit_tests", {"reward": "share"}).is_graded
+    assert reward("generative").is_graded  # a number from 0 to 10
+    assert not reward("generative", {"verdicts": {"yes": 1, "no": 0}}).is_graded
+    assert reward("generative", {"verdicts": {"yes": 1, "maybe": 0.5, "no": 0}}).is_graded

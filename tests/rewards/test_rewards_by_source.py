@@ -1,4 +1,4 @@
-"""Rewards of single sources: who scores what, and what the numbers behind it are."""
+"""Rewards per source: what scores which sample, and the metrics and advantages."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from actors.workers.reward import RewardWorker
+from actors.workers.reward import RewardWorker, not_scored
 from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.loop.metrics import rollout_metrics
@@ -37,10 +37,10 @@ SETTINGS = RewardsConfig.model_validate({
 })  # fmt: skip
 
 
-def test_each_source_has_its_own_rewards_and_the_others_those_of_all():
+def test_a_source_has_its_own_rewards_or_the_default():
     def names(source):
-        own = SETTINGS.select_source(source)
-        return [f.label for f in own.functions], [m.name for m in own.models]
+        rewards = SETTINGS.select_source(source)
+        return [f.label for f in rewards.functions], [m.name for m in rewards.models]
 
     assert names("words") == (["exact", "half"], [])
     assert names("chat") == ([], ["helpful"])
@@ -50,7 +50,7 @@ def test_each_source_has_its_own_rewards_and_the_others_those_of_all():
 
 
 @pytest.mark.parametrize(
-    ("by_source", "said"),
+    ("by_source", "message"),
     [
         ({"a": {}}, r"by_source\.a: .*no functions and no models"),
         ({"a": {"models": ["x"]}}, r"by_source\.a\.models = x: no such model; `rewards\.models` has: none"),
@@ -59,62 +59,39 @@ def test_each_source_has_its_own_rewards_and_the_others_those_of_all():
         ({"a": {"functions": [{"name": "math", "function": "exact"}]}}, "reward math is not the same in all"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(by_source, said):
-    with pytest.raises(ValidationError, match=said):
+def test_contradictory_rewards_by_source_are_refused(by_source, message):
+    with pytest.raises(ValidationError, match=message):
         RewardsConfig.model_validate({"by_source": by_source})
 
 
 EXACT = {"functions": [{"function": "exact"}]}
 OWN_STEPS = {"functions": [{"function": "my_rewards:steps", "kind": "process"}]}
 STEPS = [{"name": "steps", "path": "p", "kind": "classifier"}]
+STEP_ESTIMATOR = {"algorithm": {"advantage": "process"}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("rewards", "changes", "message"),
     [
-        ({"rewards": {"by_source": {"b": EXACT}}}, "has b, but no source.*one of a"),
-        (
-            {
-                "rewards": {"functions": [], "by_source": {"a": EXACT}},
-                "data": {"train": [{"path": "a.jsonl"}], "eval": [{"path": "e.jsonl"}]},
-            },
-            "source e has no rewards",
-        ),
-        (
-            {
-                "rewards": {"by_source": {"a": {"functions": [{"function": "math", "weight": 3}]}}},
-                "algorithm": {"advantage": "gdpo"},
-            },
-            r"gdpo weighs reward math alike.*\[1\.0, 3\.0\]",
-        ),
-        (
-            {
-                "rewards": {"by_source": {"a": {"functions": [{"function": "math"}]}}, "models": STEPS},
-                "algorithm": {"advantage": "process"},
-            },
-            r"`rewards\.by_source\.a` has no rewards of steps",
-        ),
-        (
-            {
-                "rewards": {"by_source": {"a": OWN_STEPS}},
-                "data": {"train": [{"path": "a.jsonl", "environment": "calculator"}]},
-                "algorithm": {"advantage": "process"},
-            },
-            r"`rewards\.by_source\.a` has a reward of steps.*source a makes episodes",
-        ),
-        (
-            {
-                "rewards": {"by_source": {"a": OWN_STEPS}},
-                "data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
-                "algorithm": {"advantage": "process"},
-            },
-            "no rewards of steps, and source b of",
-        ),
+        ({"by_source": {"b": EXACT}}, {}, "has b, but no source.*one of a"),
+        ({"functions": [], "by_source": {"a": EXACT}},
+         {"data": {"train": [{"path": "a.jsonl"}], "eval": [{"path": "e.jsonl"}]}},
+         "source e has no rewards"),
+        ({"by_source": {"a": {"functions": [{"function": "math", "weight": 3}]}}},
+         {"algorithm": {"advantage": "gdpo"}}, r"gdpo uses one weight of reward math.*\[1\.0, 3\.0\]"),
+        ({"by_source": {"a": {"functions": [{"function": "math"}]}}, "models": STEPS}, STEP_ESTIMATOR,
+         r"`rewards\.by_source\.a` has no rewards of steps"),
+        ({"by_source": {"a": OWN_STEPS}},
+         STEP_ESTIMATOR | {"data": {"train": [{"path": "a.jsonl", "environment": "calculator"}]}},
+         r"`rewards\.by_source\.a` has a reward of steps.*source a makes episodes"),
+        ({"by_source": {"a": OWN_STEPS}},
+         STEP_ESTIMATOR | {"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}},
+         "no rewards of steps, and source b of"),
     ],
-)
-def test_rewards_that_do_not_fit_the_data_or_the_estimator_are_refused(changes, said):
-    with pytest.raises(ValidationError, match=said):
-        fakes.config(**({"data": {"train": [{"path": "a.jsonl"}]}} | changes))
+)  # fmt: skip
+def test_rewards_that_do_not_fit_the_data_or_the_estimator_are_refused(rewards, changes, message):
+    with pytest.raises(ValidationError, match=message):
+        fakes.config(rewards=rewards, **({"data": {"train": [{"path": "a.jsonl"}]}} | changes))
 
 
 @pytest.mark.parametrize(
@@ -134,11 +111,10 @@ def test_step_rewards_are_asked_of_each_source_by_its_own_rewards(rewards, envir
 
 def test_functions_of_every_source_are_checked_and_found(tmp_path):
     (tmp_path / "graders_of_a_user.py").write_text("def short(completion):\n    return -len(completion)\n")
-    own = [{"function": "graders_of_a_user:short"}, {"function": "numeric", "kwargs": {"relative": -1}}]
+    functions = [{"function": "graders_of_a_user:short"}, {"function": "numeric", "kwargs": {"relative": -1}}]
     judge = {"function": "judge", "kwargs": {"base_url": "http://x", "model": "m"}}
-    settings = RewardsConfig.model_validate(
-        {"code_paths": [str(tmp_path)], "by_source": {"a": {"functions": own}, "b": {"functions": [judge]}}}
-    )
+    by_source = {"a": {"functions": functions}, "b": {"functions": [judge]}}
+    settings = RewardsConfig.model_validate({"code_paths": [str(tmp_path)], "by_source": by_source})
     without_judge = settings.model_copy(update={"by_source": {"a": settings.by_source["a"]}})
     problems = list(reward_problems(without_judge, max_new_tokens=8))
     assert any(p.startswith("rewards.by_source.a.functions numeric: kwargs.relative = -1") for p in problems)
@@ -147,26 +123,24 @@ def test_functions_of_every_source_are_checked_and_found(tmp_path):
 
 @pytest.mark.parametrize("length", slow_after(["cosine_length", "relative_length"], 1))
 def test_a_length_reward_by_the_math_grader_is_refused_for_code(length):
-    """It would punish passed code as wrong, and evaluations would count it so."""
+    """It would punish code that passes as wrong, and evaluations would count it as wrong."""
     code = [{"function": "unit_tests"}, {"function": length}]
 
-    def found(**settings):
+    def problems(**settings):
         return list(combination_problems(RewardsConfig.model_validate(settings)))
 
-    (problem,) = found(functions=code)
-    assert problem.startswith(f"rewards.functions {length} takes right and wrong from the math grader")
+    (problem,) = problems(functions=code)
+    assert problem.startswith(f"rewards.functions {length} asks the math grader")
     assert "`overlong` with `gate: unit_tests`" in problem
     math = [{"function": "math"}]
-    (problem,) = found(functions=math, by_source={"code": {"functions": code}})
+    (problem,) = problems(functions=math, by_source={"code": {"functions": code}})
     assert problem.startswith(f"rewards.by_source.code.functions {length}")
-    assert found(functions=[*code, *math]) == found(functions=[{"function": length}]) == []
-    with pytest.raises(ValueError, match="takes right and wrong from the math grader"):
+    assert problems(functions=[*code, *math]) == problems(functions=[{"function": length}]) == []
+    with pytest.raises(ValueError, match="asks the math grader"):
         check_scoring(RewardsConfig.model_validate({"functions": code}), SamplingConfig())
 
 
-def test_length_rewards_know_what_the_longest_sequence_leaves_behind_a_prompt():
-    from actors.workers.reward import RewardWorker
-
+def test_length_rewards_know_what_the_longest_sequence_leaves_after_a_prompt():
     overlong = {"function": "overlong", "kwargs": {"buffer_tokens": 4}}
     worker = RewardWorker(
         RewardsConfig.model_validate({"functions": [overlong]}), max_new_tokens=24, max_length=20
@@ -175,9 +149,8 @@ def test_length_rewards_know_what_the_longest_sequence_leaves_behind_a_prompt():
         "p", 0, np.zeros(10, np.int32), np.zeros(10, np.float32), "length", "x", np.zeros(10, np.int32),
         max_new_tokens=24,
     )  # fmt: skip
-
     try:
-        for size, reward in ((10, -1), (8, -0.5), (2, 0)):  # cut off behind 10 tokens of a prompt
+        for size, reward in ((10, -1), (8, -0.5), (2, 0)):  # cut off after a prompt of 10 tokens
             prompt = Prompt("p", np.zeros(size, np.int32), "4", "sums")
             group, _ = worker.score(prompt, [sample], {})
             assert group.rewards.tolist() == [reward]
@@ -186,8 +159,6 @@ def test_length_rewards_know_what_the_longest_sequence_leaves_behind_a_prompt():
 
 
 def test_a_worker_scores_each_source_by_its_own_functions():
-    from actors.workers.reward import RewardWorker, not_scored
-
     worker = RewardWorker(SETTINGS.model_copy(update={"models": ()}), max_new_tokens=24)
     ids = np.array([5, 2], np.int32)
 
@@ -212,7 +183,7 @@ def test_a_worker_scores_each_source_by_its_own_functions():
         worker.close()
 
 
-# --- numbers of groups with other rewards
+# --- metrics and advantages of groups with different rewards
 
 
 def groups():
@@ -230,17 +201,17 @@ def test_a_metric_is_the_mean_over_the_samples_that_have_the_reward():
 
 
 def test_samples_are_read_back_with_the_rewards_they_had(tmp_path):
-    made = groups()
+    written = groups()
     why = ((), ("reward exact: KeyError: 'x' (mine.py:2 in exact)",))
     unscored = np.array([0.5, np.nan], np.float32)
-    made[1] = replace(made[1], rewards=unscored, failures=why)
-    write_groups(tmp_path / "g.parquet", made)
+    written[1] = replace(written[1], rewards=unscored, failures=why)
+    write_groups(tmp_path / "g.parquet", written)
     table = pq.read_table(tmp_path / "g.parquet")
     assert table["failures"].to_pylist() == [[], [], [], list(why[1])]
-    # Of each group once the tokens of the prompt.
+    # The tokens of the prompt are stored once per group.
     assert [ids is not None for ids in table["prompt_ids"].to_pylist()] == [True, False, True, False]
-    found = read_groups(tmp_path / "g.parquet", {g.prompt.uid: g.prompt for g in made})
-    for before, after in zip(made, found, strict=True):
+    restored = read_groups(tmp_path / "g.parquet", {g.prompt.uid: g.prompt for g in written})
+    for before, after in zip(written, restored, strict=True):
         assert list(before.reward_parts) == list(after.reward_parts)
         assert after.failures == before.failures
         for name, part in before.reward_parts.items():
@@ -248,7 +219,7 @@ def test_samples_are_read_back_with_the_rewards_they_had(tmp_path):
 
 
 def test_gdpo_takes_each_reward_where_a_source_has_it():
-    """Alone, the group of math has the advantages that it has next to a group without that reward."""
+    """A group without the math reward changes no advantage of the group with it."""
     one, other = groups()
     equal = np.full(2, 0.5, np.float32)
     other = replace(other, rewards=equal, reward_parts={"exact": equal})
@@ -272,15 +243,15 @@ JUDGED = RewardsConfig.model_validate({
 
 @pytest.fixture
 def rates(monkeypatch):
-    """Requests per minute of each connection to a judge."""
-    found = []
+    """Return the requests per minute of each connection to a judge."""
+    per_connection = []
 
     def connect(self, workers):
-        found.append(self.requests_per_minute / workers)
+        per_connection.append(self.requests_per_minute / workers)
 
     monkeypatch.setattr(LLMJudge, "_connect", connect)
     monkeypatch.setattr(LLMJudge, "close", lambda self: None)
-    return found
+    return per_connection
 
 
 @pytest.mark.machine

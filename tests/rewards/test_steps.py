@@ -18,14 +18,11 @@ BLANK = "\n\n"
     [
         ("one\n\ntwo", [("one", 5), ("two", 8)]),
         ("one\n\ntwo\n\n\n\nthree", [("one", 5), ("two", 12), ("three", 17)]),
-        ("\n\none \n\n two", [("one", 8), ("two", 12)]),
-        ("one\n\n", [("one", 5)]),
-        ("one\n\n\ntwo", [("one", 5), ("two", 9)]),
-        ("one\ntwo", [("one\ntwo", 7)]),
-        ("", [("", 0)]),
+        ("\n\none \n\n two", [("one", 8), ("two", 12)]), ("one\n\n", [("one", 5)]),
+        ("one\n\n\ntwo", [("one", 5), ("two", 9)]), ("one\ntwo", [("one\ntwo", 7)]), ("", [("", 0)]),
         (" \n\n ", [("", 4)]),
     ],
-)
+)  # fmt: skip
 def test_steps_cover_the_text(text, steps):
     assert split_steps(text, BLANK) == steps
 

@@ -1,4 +1,4 @@
-"""The reward for code: tests of the data on the real sandbox, and solutions that pass without solving."""
+"""The code reward: the data's tests on the real sandbox, and solutions that pass without solving."""
 
 import asyncio
 import math
@@ -32,17 +32,12 @@ def run(pool, completions, tests, setup="K = 2", **kwargs):
 def test_a_solution_is_right_if_it_passes_all_tests(pool):
     tests = ["assert double(2) == 4", "assert double(-1) == -2\nassert double(0) == 0"]
     completions = [
-        block("def double(x):\n    return K * x"),
-        block("def double(x):\n    return 4"),
-        block("def double(x)\n    return 4"),
-        "def double(x): return 2 * x",
+        block("def double(x):\n    return K * x"), block("def double(x):\n    return 4"),
+        block("def double(x)\n    return 4"), "def double(x): return 2 * x",
         block("x = 1") + block("def double(x): return x + x"),
-        block("import sys\ndef double(x): sys.exit(0)"),
-        block("import os\ndef double(x): os._exit(0)"),
-        block("raise SystemExit"),
-        "",
-        "<think>" + block("def double(x): return 2 * x"),
-    ]
+        block("import sys\ndef double(x): sys.exit(0)"), block("import os\ndef double(x): os._exit(0)"),
+        block("raise SystemExit"), "", "<think>" + block("def double(x): return 2 * x"),
+    ]  # fmt: skip
     scores, scorer = run(pool, completions, tests, setup_column="setup")
     assert scores.rewards.tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 0, 0]
     assert scorer.failures == {}
@@ -70,19 +65,19 @@ def test_a_program_is_right_if_it_prints_the_output(pool):
 
 @pytest.mark.slow
 def test_the_code_of_the_data_runs_in_front_and_by_itself(pool):
-    """A solution may begin with an import from __future__; what the data prints is no output of it; and code
-    of the data that fails says nothing of the solution.
+    """A solution may begin with an import from __future__; what the setup prints does not count as its
+    output; if the setup fails, the solution is not scored.
     """
     right = "from __future__ import annotations\nprint(K * int(input()))"
     completions, tests = [block(right), block("print(5)")], [{"input": "2", "output": "4"}]
 
     def rewards(setup):
-        found, scorer = run(pool, completions, tests, setup, setup_column="setup")
-        return found.rewards, [*scorer.failures.get("code", ())]
+        scores, scorer = run(pool, completions, tests, setup, setup_column="setup")
+        return scores.rewards, [*scorer.failures.get("code", ())]
 
     assert rewards("print('ready')\nK = 2")[0].tolist() == [1, 0]
-    found, (reason,) = rewards("K = missing")
-    assert np.isnan(found).all()
+    unscored, (reason,) = rewards("K = missing")
+    assert np.isnan(unscored).all()
     assert reason.startswith("column setup: error ") and "NameError: name 'missing' is not defined" in reason
 
 
@@ -105,7 +100,7 @@ def test_a_program_finds_its_input_however_it_reads(pool, reader):
     assert scores.rewards.tolist() == [1], scorer.failures
 
 
-# Programs whose output comes as they end, or behind another stream than an interpreter's own.
+# Programs that write their output as they end, or through a stream that is not the interpreter's.
 ENDINGS = {
     "a thread that nobody joins": """import sys, threading, time
 sys.setrecursionlimit(10**6)
@@ -188,15 +183,14 @@ def test_random_numbers_of_a_program_are_the_same_in_each_run(pool):
 
 @pytest.mark.slow
 def test_where_no_program_can_be_started_nothing_is_known(pool, monkeypatch):
-    """The check before the run finds it, too."""
+    """The check before the run reports it, too."""
     plain = unit_tests._RUN
     monkeypatch.setattr(unit_tests, "_RUN", plain.replace("sys.executable", "'/missing/python'"))
     scores, scorer = run(pool, [block("print(1)")], [{"input": "", "output": "1"}])
     assert np.isnan(scores.rewards).all()
     (reason,) = scorer.failures["code"]
-    assert (
-        reason.startswith("the sandbox failed: no program can be started: ") and "/missing/python" in reason
-    )
+    assert reason.startswith("the sandbox failed: no program can be started: ")
+    assert "/missing/python" in reason
     with pytest.raises(ValueError, match=r"no code can be run here .*no program can be started"):
         check_reward("unit_tests", sandbox=LIMITS)
 
@@ -229,8 +223,8 @@ def test_what_a_program_logs_is_no_output(pool, backend):
 
 @pytest.mark.slow
 def test_long_inputs_and_outputs_are_compared_whole_or_not_at_all(pool):
-    """A million bytes in and out; of outputs beyond the limit nothing is known, and programs that print too
-    much are wrong.
+    """A million bytes in and out. Programs that print too much are wrong; tests that expect more than the
+    limit are not scored.
     """
     lines = "\n".join(map(str, range(150_000)))
     right = block("import sys\nprint(sys.stdin.read(), end='')")
@@ -241,9 +235,8 @@ def test_long_inputs_and_outputs_are_compared_whole_or_not_at_all(pool):
     assert run(pool, [right, wrong, endless], tests)[0].rewards.tolist() == [1, 0, 0]
     scores, scorer = run(pool, [right], tests, output_kb=512)
     assert np.isnan(scores.rewards).all()
-    assert "a test expects 917 KiB of output, but kwargs.output_kb = 512" in next(
-        iter(scorer.failures["code"])
-    )
+    (reason,) = scorer.failures["code"]
+    assert "a test expects 917 KiB of output, but kwargs.output_kb = 512" in reason
 
 
 @pytest.mark.slow
@@ -252,9 +245,8 @@ def test_a_program_whose_input_cannot_be_given_is_not_taken_for_wrong(pool):
     tests = [{"input": "x" * (2**20 + 1), "output": str(2**20 + 1)}]
     scores, scorer = run(pool, [right], tests, sandbox=LIMITS | {"files_mb": 1})
     assert np.isnan(scores.rewards).all()
-    assert "a test has 2 MiB of input, but a file may have kwargs.sandbox.files_mb = 1; raise it" in next(
-        iter(scorer.failures["code"])
-    )
+    (reason,) = scorer.failures["code"]
+    assert "a test has 2 MiB of input, but a file may have kwargs.sandbox.files_mb = 1; raise it" in reason
 
 
 @pytest.mark.slow
@@ -271,7 +263,7 @@ def test_where_the_sandbox_cannot_hold_the_input_nothing_is_known(pool, monkeypa
     result = scorer.score(completion_group([block("print(input())")], "", columns={"tests": tests}))
     scorer.close()
     assert np.isnan(result.rewards).all()
-    reason = f"the sandbox failed: the input cannot be given: {outcome} OSError: no space left"
+    reason = f"the sandbox failed: the input cannot be written: {outcome} OSError: no space left"
     assert scorer.failures == {"code": {reason: 1}}
 
 
@@ -341,9 +333,8 @@ def test_tests_are_a_list_or_its_json():
 @pytest.mark.slow
 def test_rows_without_tests_are_not_scored_and_the_sandbox_is_tried_before_the_run(pool):
     scores, scorer = run(pool, [block("x = 1")], None)
-    assert np.isnan(scores.rewards).all() and "column tests has no tests" in next(
-        iter(scorer.failures["code"])
-    )
+    (reason,) = scorer.failures["code"]
+    assert np.isnan(scores.rewards).all() and "column tests has no tests" in reason
     check_reward("unit_tests", sandbox=LIMITS)
     with pytest.raises(ValueError, match=r"unit_tests: kwargs\.sandbox: no code can be run here"):
         check_reward("unit_tests", sandbox={"url": "http://127.0.0.1:9"})

@@ -41,13 +41,19 @@ from tests.support.patience import HANG_S
 from tests.support.tiers import slow_after
 
 
+def saved(directory, step=1, **options):
+    """Save a checkpoint, the only one of ``directory``; return its path."""
+    save(directory, step, **options)
+    (checkpoint,) = list_checkpoints(directory)
+    return checkpoint
+
+
 def test_a_saved_checkpoint_is_found(tmp_path):
-    save(tmp_path, 3, ahead={3: SampledBatch([group(PROMPTS[1])], [group(PROMPTS[3])])})
-    (found,) = list_checkpoints(tmp_path)
-    state = load_state(found, fakes.config())
+    checkpoint = saved(tmp_path, 3, ahead={3: SampledBatch([group(PROMPTS[1])], [group(PROMPTS[3])])})
+    state = load_state(checkpoint, fakes.config())
     assert state.step == 3
-    check_data(found, state, PROMPTS)
-    progress = load_progress(found, state, PROMPTS)
+    check_data(checkpoint, state, PROMPTS)
+    progress = load_progress(checkpoint, state, PROMPTS)
     pipeline = progress.pipeline
     assert progress.step == 3 and progress.kl_coef == 0.25
     batch = pipeline.ahead[3]
@@ -67,13 +73,12 @@ def test_a_checkpoint_without_watch_and_order_state_restores_empty_ones(tmp_path
 
 
 def test_a_checkpoint_of_another_version_is_not_deleted(tmp_path):
-    save(tmp_path, 3)
-    (found,) = list_checkpoints(tmp_path)
-    state = json.loads((found / "state.json").read_text())
-    (found / "state.json").write_text(json.dumps(state | {"chosen": {}}))
-    with pytest.raises(ValueError, match=r"another version of .*chosen.*; resume with that") as told:
-        load_state(found, fakes.config())
-    assert "delete" not in str(told.value)
+    checkpoint = saved(tmp_path, 3)
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"chosen": {}}))
+    with pytest.raises(ValueError, match=r"another version of .*chosen.*; resume with that") as refusal:
+        load_state(checkpoint, fakes.config())
+    assert "delete" not in str(refusal.value)
 
 
 def test_a_failed_save_leaves_no_checkpoint_and_does_not_block_the_next(tmp_path):
@@ -102,66 +107,66 @@ def test_a_background_checkpoint_is_written_during_later_steps_and_the_next_one_
     asyncio.run(steps())
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_checkpoint_that_is_late_does_not_appear_once_the_run_has_gone_back(tmp_path, monkeypatch, there):
-    """Neither a new one nor, in place of one of the same step, another with other groups."""
-    config = fakes.config(cluster={"timeouts": {"save_s": 0.2}})
-    may_end, ended = threading.Event(), threading.Event()
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_checkpoint_that_is_late_does_not_appear_once_the_run_has_gone_back(tmp_path, monkeypatch, repeats):
+    """Neither as a new checkpoint, nor as a replacement for one of the same step with other groups."""
+    slow = fakes.config(cluster={"timeouts": {"save_s": 0.2}})
+    may_end, publish_ended = threading.Event(), threading.Event()
     publish = Checkpoints._publish
 
     def slow_manifest(partial):
         write_manifest(partial)
         may_end.wait(HANG_S)
 
-    def published(self, *how):
+    def publish_and_signal(self, *how):
         publish(self, *how)
-        ended.set()
+        publish_ended.set()
 
     async def late():
-        first, second = (Checkpoints(tmp_path, own, PROMPTS) for own in (fakes.config(), config))
-        await whole(first, 20 if there else 10, Disk(), Progress(10, kl_coef=0.25))
-        ended.clear()
+        first, second = (Checkpoints(tmp_path, config, PROMPTS) for config in (fakes.config(), slow))
+        await whole(first, 20 if repeats else 10, Disk(), Progress(10, kl_coef=0.25))
+        publish_ended.clear()
         monkeypatch.setattr("grpo_dist.runs.checkpoint.write_manifest", slow_manifest)
         with pytest.raises(TimeoutError, match="step_000020 is published"):
             await whole(second, 20, Disk(), Progress(20, kl_coef=0.5))
         may_end.set()
-        await asyncio.to_thread(ended.wait, HANG_S)
+        await asyncio.to_thread(publish_ended.wait, HANG_S)
 
-    monkeypatch.setattr(Checkpoints, "_publish", published)
+    monkeypatch.setattr(Checkpoints, "_publish", publish_and_signal)
     asyncio.run(late())
-    assert ended.is_set() and [p.name for p in list_checkpoints(tmp_path)] == [
-        "step_000020" if there else "step_000010"
+    assert publish_ended.is_set() and [p.name for p in list_checkpoints(tmp_path)] == [
+        "step_000020" if repeats else "step_000010"
     ]
     newest = newest_whole(tmp_path, print)
     assert json.loads((newest / "state.json").read_text())["kl_coef"] == 0.25
 
 
 def test_a_save_that_is_cancelled_does_not_appear_once_the_run_has_gone_back(tmp_path, monkeypatch):
-    """A save for a drained node is cancelled where the batch on its way fails."""
+    """A save for a drained node is cancelled if the batch in flight fails."""
     config = fakes.config(checkpoint={"background": False})
-    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    write_begun, may_end, publish_ended = threading.Event(), threading.Event(), threading.Event()
     publish = Checkpoints._publish
 
     def slow_manifest(partial):
-        begun.set()
+        write_begun.set()
         may_end.wait(HANG_S)
         write_manifest(partial)
 
-    def published(self, *how):
+    def publish_and_signal(self, *how):
         publish(self, *how)
-        ended.set()
+        publish_ended.set()
 
     async def cancelled():
         saving = asyncio.create_task(Checkpoints(tmp_path, config, PROMPTS).save(3, Disk(), Progress(3)))
-        assert await asyncio.to_thread(begun.wait, HANG_S)
+        assert await asyncio.to_thread(write_begun.wait, HANG_S)
         saving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await saving
         may_end.set()
-        assert await asyncio.to_thread(ended.wait, HANG_S)
+        assert await asyncio.to_thread(publish_ended.wait, HANG_S)
 
     monkeypatch.setattr("grpo_dist.runs.checkpoint.write_manifest", slow_manifest)
-    monkeypatch.setattr(Checkpoints, "_publish", published)
+    monkeypatch.setattr(Checkpoints, "_publish", publish_and_signal)
     asyncio.run(cancelled())
     assert list_checkpoints(tmp_path) == []
 
@@ -172,22 +177,21 @@ def test_a_foreground_checkpoint_exists_before_the_loop_continues(tmp_path):
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
 
 
-@pytest.mark.parametrize("can", [True, False])
-def test_a_later_checkpoint_of_a_step_replaces_the_earlier_one_atomically(tmp_path, monkeypatch, can):
-    """It has more of what is sampled; in between there is never none. Where names cannot be exchanged, the
-    one before stays, unless it is damaged.
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_later_checkpoint_of_a_step_replaces_the_earlier_one_atomically(tmp_path, monkeypatch, swaps):
+    """It has more sampled groups, and the step always has a checkpoint. If names cannot be exchanged, the
+    earlier one stays, unless it is damaged.
     """
-    if not can:
+    if not swaps:
         monkeypatch.setattr("grpo_dist.runs.checkpoint.exchange", lambda one, other: False)
-    save(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
-    first = (found / "manifest.json").stat().st_ino
+    saved_path = saved(tmp_path)
+    first = (saved_path / "manifest.json").stat().st_ino
     save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
-    assert ((found / "manifest.json").stat().st_ino != first) == (found / "ahead").exists() == can
-    assert checkpoint_damage(found) is None and [path.name for path in tmp_path.iterdir()] == ["step_000001"]
-    (found / "state.json").write_text("{}")
+    assert ((saved_path / "manifest.json").stat().st_ino != first) == (saved_path / "ahead").exists() == swaps
+    assert checkpoint_damage(saved_path) is None and [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+    (saved_path / "state.json").write_text("{}")
     save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
-    assert checkpoint_damage(found) is None and (found / "ahead").exists()
+    assert checkpoint_damage(saved_path) is None and (saved_path / "ahead").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
@@ -196,7 +200,7 @@ def test_leftovers_of_a_killed_or_failed_save_are_removed(tmp_path):
     (tmp_path / "mine").mkdir()
     remove_partial(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    (tmp_path / ".partial_step_000007_0").mkdir()  # its rank was lost during the write
+    (tmp_path / ".partial_step_000007_0").mkdir()  # whose rank was lost during the write
     save(tmp_path, 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step_000008"]
 
@@ -231,10 +235,10 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     for step, best in ((2, None), (4, (4, 0.5)), (6, (4, 0.5)), (8, (4, 0.5))):
         checkpoints = Checkpoints(tmp_path, config, PROMPTS)
         asyncio.run(whole(checkpoints, step, Disk(), Progress(step, best=best)))
-    kept = list_checkpoints(tmp_path)
-    assert [path.name for path in kept] == ["step_000004", "step_000008"]
-    state = load_state(kept[-1], config)
-    assert load_progress(kept[-1], state, PROMPTS).best == (4, 0.5)
+    remaining = list_checkpoints(tmp_path)
+    assert [path.name for path in remaining] == ["step_000004", "step_000008"]
+    state = load_state(remaining[-1], config)
+    assert load_progress(remaining[-1], state, PROMPTS).best == (4, 0.5)
 
 
 def with_source(**algorithm):
@@ -258,46 +262,43 @@ CHANGES = {
 
 @pytest.mark.parametrize("key", CHANGES)
 def test_some_settings_may_change_and_each_change_is_recorded(tmp_path, key):
-    was, now = (fakes.config(**changed) for changed in CHANGES[key])
-    checkpoints = Checkpoints(tmp_path, was, PROMPTS)
-    drawn = {7: Sampling(max_new_tokens=9)}
-    progress = Progress(7, PipelineState(sampling=drawn), kl_coef=0.15)
+    old, new = (fakes.config(**changed) for changed in CHANGES[key])
+    checkpoints = Checkpoints(tmp_path, old, PROMPTS)
+    sampling = {7: Sampling(max_new_tokens=9)}
+    progress = Progress(7, PipelineState(sampling=sampling), kl_coef=0.15)
     asyncio.run(whole(checkpoints, 7, Disk(), progress))
-    (found,) = list_checkpoints(tmp_path)
-    assert list(recorded_changes(changes_since(found, was), 7)) == []
-    (message,) = recorded_changes(changes_since(found, now), 7)
+    (checkpoint,) = list_checkpoints(tmp_path)
+    assert list(recorded_changes(changes_since(checkpoint, old), 7)) == []
+    (message,) = recorded_changes(changes_since(checkpoint, new), 7)
     assert message.startswith(f"after step 7 `{key}` = ") and ", before " in message
-    resumed = load_progress(found, load_state(found, now), PROMPTS)
+    resumed = load_progress(checkpoint, load_state(checkpoint, new), PROMPTS)
     assert resumed.kl_coef == (None if key == "algorithm.kl.coef" else 0.15)
     assert resumed.pipeline.sampling[7].max_new_tokens == (5 if key == "sampling.max_new_tokens" else 9)
 
 
 def test_a_change_that_would_make_numbers_wrong_is_refused_with_its_reason(tmp_path):
-    save(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
+    checkpoint = saved(tmp_path)
     for changed, words in (
         ({"batch": {"prompts_per_step": 2}}, "counts prompts and updates in such batches"),
         ({"algorithm": {"kl": {"coef": 0.1}}}, "would be of two algorithms"),
         ({"seed": 5}, "samples and orders of the steps so far follow from it"),
     ):
         with pytest.raises(ValueError, match=words):
-            load_state(found, fakes.config(**changed))
+            load_state(checkpoint, fakes.config(**changed))
 
 
 def test_a_damaged_state_is_named(tmp_path):
-    save(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
-    (found / "state.json").write_text('{"step": 1')
+    checkpoint = saved(tmp_path)
+    (checkpoint / "state.json").write_text('{"step": 1')
     with pytest.raises(ValueError, match=r"step_000001: state\.json cannot be read"):
-        load_state(found, fakes.config())
+        load_state(checkpoint, fakes.config())
 
 
 def test_another_configuration_does_not_resume_and_a_longer_run_does(tmp_path):
-    save(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
-    assert load_state(found, fakes.config(steps=60)).step == 1
+    checkpoint = saved(tmp_path)
+    assert load_state(checkpoint, fakes.config(steps=60)).step == 1
     with pytest.raises(ValueError, match="made with another configuration"):
-        load_state(found, fakes.config(seed=5))
+        load_state(checkpoint, fakes.config(seed=5))
 
 
 def with_sft(path="sft", **sft):
@@ -307,49 +308,46 @@ def with_sft(path="sft", **sft):
 
 @pytest.mark.slow
 def test_settings_of_the_cold_start_are_part_of_the_identity_if_there_is_one(tmp_path):
-    save(tmp_path, 1, config=with_sft())
-    (found,) = list_checkpoints(tmp_path)
-    assert load_state(found, with_sft(validate_every=2)).step == 1
+    checkpoint = saved(tmp_path, config=with_sft())
+    assert load_state(checkpoint, with_sft(validate_every=2)).step == 1
     with pytest.raises(ValueError, match="made with another configuration"):
-        load_state(found, with_sft(steps=3))
-    save(tmp_path / "none", 1, config=with_sft("demo:tiny"))
-    (found,) = list_checkpoints(tmp_path / "none")
-    assert load_state(found, with_sft("demo:tiny", steps=3)).step == 1
+        load_state(checkpoint, with_sft(steps=3))
+    checkpoint = saved(tmp_path / "none", config=with_sft("demo:tiny"))
+    assert load_state(checkpoint, with_sft("demo:tiny", steps=3)).step == 1
 
 
 def test_a_run_may_have_an_identity_that_outlives_its_paths(tmp_path):
     identity = fakes.config(model={"path": "stage:cold"})
     checkpoints = Checkpoints(tmp_path, fakes.config(model={"path": "here"}), PROMPTS, identity=identity)
     asyncio.run(whole(checkpoints, 1, Disk(), Progress()))
-    (found,) = list_checkpoints(tmp_path)
-    assert load_state(found, identity).step == 1
-    assert "path: here" in (found / "config.yaml").read_text()
+    (checkpoint,) = list_checkpoints(tmp_path)
+    assert load_state(checkpoint, identity).step == 1
+    assert "path: here" in (checkpoint / "config.yaml").read_text()
 
 
 def test_other_training_prompts_do_not_resume(tmp_path):
-    save(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
-    state = load_state(found, fakes.config())
+    checkpoint = saved(tmp_path)
+    state = load_state(checkpoint, fakes.config())
     changed = dataclasses.replace(PROMPTS[2], token_ids=np.array([1, 2, 4], np.int32))
     for prompts in (PROMPTS[:3], PROMPTS[::-1], [*PROMPTS[:2], changed, PROMPTS[3]]):
         with pytest.raises(ValueError, match="made with other training prompts"):
-            check_data(found, state, prompts)
+            check_data(checkpoint, state, prompts)
 
 
 def test_edited_columns_of_the_same_prompts_do_not_resume(tmp_path):
-    """Unit tests, rubrics and scorers' entries: the rest of the run would have other rewards."""
+    """Unit tests, rubrics and scorers' entries: they would change the rewards of the rest of the run."""
 
     def with_tests(text):
         return [dataclasses.replace(p, columns={"tests": {"code": text, "n": 1}}) for p in PROMPTS]
 
     asyncio.run(whole(Checkpoints(tmp_path, fakes.config(), with_tests("f(1) == 1")), 1, Disk(), Progress()))
-    (found,) = list_checkpoints(tmp_path)
-    state = load_state(found, fakes.config())
-    assert load_resume_point(found, state, with_tests("f(1) == 1")).step == 1
+    (checkpoint,) = list_checkpoints(tmp_path)
+    state = load_state(checkpoint, fakes.config())
+    assert load_resume_point(checkpoint, state, with_tests("f(1) == 1")).step == 1
     with pytest.raises(ValueError, match=r"other columns of the training prompts.*`data\.train` have"):
-        load_resume_point(found, state, with_tests("f(1) == 2"))
-    earlier = dataclasses.replace(state, columns=None)  # of a version that did not keep the digest
-    assert load_resume_point(found, earlier, with_tests("f(1) == 2")).step == 1
+        load_resume_point(checkpoint, state, with_tests("f(1) == 2"))
+    earlier = dataclasses.replace(state, columns=None)  # from a version without the digest
+    assert load_resume_point(checkpoint, earlier, with_tests("f(1) == 2")).step == 1
 
 
 # --- loading verifies the files
@@ -365,10 +363,9 @@ def changed(path):
     path.write_bytes(content)
 
 
-FILES = ["policy/weights", "state.json", "config.yaml", "ahead/batch_000003.parquet"]
-
-
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file", ["policy/weights", "state.json", "config.yaml", "ahead/batch_000003.parquet"]
+)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [(torn, "bytes instead of"), (changed, "its checksum differs"), (Path.unlink, "is missing")],
@@ -377,18 +374,17 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_is_used(tmp_path, f
     for step in (3, 6):
         save(tmp_path, step, ahead={3: SampledBatch([group(PROMPTS[1])])})
     older, newer = list_checkpoints(tmp_path)
-    said = []
-    assert newest_whole(tmp_path, said.append) == newer and not said
+    messages = []
+    assert newest_whole(tmp_path, messages.append) == newer and not messages
     damage(newer / file)
-    assert newest_whole(tmp_path, said.append) == older
-    (warning,) = said
+    assert newest_whole(tmp_path, messages.append) == older
+    (warning,) = messages
     assert warning.startswith(f"warning: damaged checkpoint, not used: {newer}: {file}") and words in warning
 
 
 def test_a_checkpoint_without_its_manifest_is_damaged(tmp_path):
-    save(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
-    (found / "manifest.json").unlink()
+    checkpoint = saved(tmp_path)
+    (checkpoint / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"all checkpoints .* are damaged.*manifest\.json cannot be read"):
         newest_whole(tmp_path, print)
 
@@ -433,32 +429,31 @@ def test_any_unreadable_checkpoint_falls_back_to_the_previous_one(tmp_path, kind
         save(tmp_path, step)
     older, newer = list_checkpoints(tmp_path)
     HOSTILE[kind](newer)
-    said = []
-    assert newest_whole(tmp_path, said.append) == older
-    (warning,) = said
+    messages = []
+    assert newest_whole(tmp_path, messages.append) == older
+    (warning,) = messages
     assert warning.startswith(f"warning: damaged checkpoint, not used: {newer}: ")
     assert "\n" not in warning and warning.encode()
 
 
 def test_a_state_nested_too_deep_is_refused_in_one_message(tmp_path):
-    save(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
-    (found / "state.json").write_text("[" * 200_000)
+    checkpoint = saved(tmp_path)
+    (checkpoint / "state.json").write_text("[" * 200_000)
     with pytest.raises(ValueError, match=r"state\.json cannot be read"):
-        load_state(found, fakes.config())
+        load_state(checkpoint, fakes.config())
 
 
 def test_links_in_place_of_saved_files_are_not_followed(tmp_path):
-    directory, other = tmp_path / "checkpoints", tmp_path / "other"
+    directory, target = tmp_path / "checkpoints", tmp_path / "other"
     save(directory, 1, config=fakes.config(checkpoint={"keep": 1}))
-    other.mkdir()
-    (other / "precious").touch()
+    target.mkdir()
+    (target / "precious").touch()
     for name in (".partial_step_000002_0", "step_000002"):
-        (directory / name).symlink_to(other)
+        (directory / name).symlink_to(target)
     save(directory, 2, config=fakes.config(checkpoint={"keep": 1}))
     assert [path.name for path in directory.iterdir()] == ["step_000002"]
     assert not (directory / "step_000002").is_symlink()
-    assert [path.name for path in other.iterdir()] == ["precious"]
+    assert [path.name for path in target.iterdir()] == ["precious"]
 
 
 def test_a_step_whose_checkpoint_was_moved_and_linked_can_be_saved_again(tmp_path):
@@ -505,14 +500,13 @@ def test_a_run_without_an_intact_checkpoint_is_refused_before_anything_starts(tm
      ("reference", "micro_batch_tokens", 512), ("policy", "offload", {"optimizer": "cpu"})], 2),
 )  # fmt: skip
 def test_the_layout_of_workers_may_change_on_resume_and_is_reported(tmp_path, section, key, value):
-    save(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
-    was = getattr(getattr(fakes.config(), section), key)
+    path = saved(tmp_path)
+    old = getattr(getattr(fakes.config(), section), key)
     other = fakes.config(**{section: {key: value}})
-    assert load_state(found, other).step == 1 and other_layout(changes_since(found, fakes.config())) == ""
-    name, value, was = ("offload.optimizer", "cpu", "none") if key == "offload" else (key, value, was)
-    words = f", with another layout (`{section}.{name}` = {value} was {was}): results differ by rounding only"
-    assert other_layout(changes_since(found, other)) == words
+    assert load_state(path, other).step == 1 and other_layout(changes_since(path, fakes.config())) == ""
+    name, value, old = ("offload.optimizer", "cpu", "none") if key == "offload" else (key, value, old)
+    words = f", with another layout (`{section}.{name}` = {value} was {old}): results differ by rounding only"
+    assert other_layout(changes_since(path, other)) == words
 
 
 @pytest.mark.parametrize("on_disk_before", [False, True])
@@ -521,26 +515,24 @@ def test_states_on_rank_local_disks_are_not_resharded(tmp_path, on_disk_before):
         offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)} if nvme else {}
         return fakes.config(policy={"zero_stage": 3, "offload": offload} | policy)
 
-    save(tmp_path / "run", 1, config=config(on_disk_before))
-    (found,) = list_checkpoints(tmp_path / "run")
-    assert load_state(found, config(on_disk_before)).step == 1
+    checkpoint = saved(tmp_path / "run", config=config(on_disk_before))
+    assert load_state(checkpoint, config(on_disk_before)).step == 1
     for other in (config(not on_disk_before), config(True, num_workers=8)):
         with pytest.raises(ValueError, match=r"step_000001: .* states on NVMe disks .* cannot be resharded"):
-            load_state(found, other)
+            load_state(checkpoint, other)
 
 
 def test_health_bounds_may_change_on_resume_and_training_data_may_not(tmp_path):
-    save(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
-    assert load_state(found, fakes.config(health={"min_signal_groups": 0, "kl_above": None})).step == 1
+    checkpoint = saved(tmp_path)
+    assert load_state(checkpoint, fakes.config(health={"min_signal_groups": 0, "kl_above": None})).step == 1
     with pytest.raises(
         ValueError, match=r"\(`data\.order\.name` = length was epochs: the checkpoint has a position"
     ):
-        load_state(found, fakes.config(data={"train": [{"path": "demo:add3"}], "order": "length"}))
+        load_state(checkpoint, fakes.config(data={"train": [{"path": "demo:add3"}], "order": "length"}))
 
 
 def test_a_file_is_not_to_blame_where_its_rows_are_the_same(tmp_path):
-    """The tokens of its prompts are others: another date, tokenizer or version of one."""
+    """Its prompts have other tokens: another date, tokenizer or tokenizer version."""
     origin = DataOrigin("rows", {"version of tokenizers": "0.22"})
     state = CheckpointState(1, "", data_digest(PROMPTS[:2]), origin=dataclasses.asdict(origin))
     changed = [dataclasses.replace(p, token_ids=p.token_ids + 1) for p in PROMPTS[:2]]

@@ -21,12 +21,8 @@ from tests.support.made_groups import load_pairs
 
 
 def settings(**changes) -> SFTConfig:
-    small = {
-        "model": "demo:tiny",
-        "data": [{"path": "demo:add3", "examples": 12}],
-        "steps": 3,
-        "batch_size": 4,
-    }
+    data = [{"path": "demo:add3", "examples": 12}]
+    small = {"model": "demo:tiny", "data": data, "steps": 3, "batch_size": 4}
     return SFTConfig.model_validate(small | changes)
 
 
@@ -34,14 +30,9 @@ def run_sft(settings, say):
     return resolve_model(ModelConfig(path="sft"), settings, 0, say)
 
 
-def weights(directory):
-    return load_file(directory / "model.safetensors")
-
-
-def said(settings) -> list[str]:
-    messages: list[str] = []
-    run_sft(settings, messages.append)
-    return messages
+def chat(*turns):
+    """Return the messages of (role, content) ``turns``."""
+    return [{"role": role, "content": content} for role, content in turns]
 
 
 def pairs_file(path, *records):
@@ -66,7 +57,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_response_and_blind_to_the_rest():
 
 
 def test_given_tokens_are_read_and_not_in_the_loss_which_float64_repeats(tmp_path):
-    """The loss and its gradient are those of the learned tokens alone, token by token, in float64."""
+    """Loss and gradient come from the learned tokens alone, token by token, in float64."""
     path = pairs_file(
         tmp_path / "sft.jsonl",
         {"prompt": "1", "completion": [{"text": "ab"}, {"text": "cde", "given": True}, {"text": "f"}]},
@@ -77,32 +68,33 @@ def test_given_tokens_are_read_and_not_in_the_loss_which_float64_repeats(tmp_pat
     rows = load_pairs(settings(data=path), tokenizer)
     assert rows[0].sampled == [True, True, False, False, False, True, True] and all(rows[1].sampled)
     exact = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    learned = []
+    marked_learned = []
     for row in rows:
         ids = [*row.prompt, *row.completion]
         logprobs = torch.log_softmax(exact(torch.tensor([ids])).logits[0], -1)
-        for at, (token, sampled) in enumerate(zip(row.completion, row.sampled, strict=True), len(row.prompt)):
-            learned += [logprobs[at - 1, token]] if sampled else []
-    assert len(learned) == 4 + 3
-    expected = -torch.stack(learned).mean()
+        for i, (token, sampled) in enumerate(zip(row.completion, row.sampled, strict=True), len(row.prompt)):
+            marked_learned += [logprobs[i - 1, token]] if sampled else []
+    assert len(marked_learned) == 4 + 3
+    expected = -torch.stack(marked_learned).mean()
     expected.backward()
     model = load_causal_lm(str(directory), dtype=torch.float32, attention="auto", trust_remote_code=False)
     loss = response_loss(model, *padded(load_demonstrations(settings(data=path), tokenizer)))
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    flat, right = (
+    gradient, expected_gradient = (
         torch.cat([p.grad.double().flatten() for _, p in sorted(m.named_parameters())])
         for m in (model, exact)
     )
-    assert (flat - right).norm() / right.norm() < 1e-5
+    assert (gradient - expected_gradient).norm() / expected_gradient.norm() < 1e-5
 
 
 def test_the_same_settings_give_the_same_weights_and_another_seed_gives_others(tmp_path, monkeypatch):
-    made = []
+    weights_by_run = []
     for name, changes in (("a", {}), ("b", {}), ("c", {"seed": 1})):
         monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / name))
-        made.append(weights(run_sft(settings(**changes), lambda _: None)))
-    first, second, other = made
+        directory = run_sft(settings(**changes), lambda _: None)
+        weights_by_run.append(load_file(directory / "model.safetensors"))
+    first, second, other = weights_by_run
     assert all(torch.equal(first[k], second[k]) for k in first)
     assert not all(torch.equal(first[k], other[k]) for k in first)
 
@@ -111,7 +103,9 @@ def test_a_cold_start_is_made_once_and_repeated_when_the_data_change(tmp_path):
     record = {"prompt": "1+1=", "completion": "2"}
     path = pairs_file(tmp_path / "sft.jsonl", record)
     first = run_sft(settings(data=path, steps=1), lambda _: None)
-    assert said(settings(data=path, steps=1)) == []
+    messages = []
+    run_sft(settings(data=path, steps=1), messages.append)
+    assert messages == []
     pairs_file(tmp_path / "sft.jsonl", record | {"completion": "3"})
     assert run_sft(settings(data=path, steps=1), lambda _: None) != first
 
@@ -121,8 +115,8 @@ def test_a_model_that_suggests_a_temperature_keeps_it(tmp_path):
     start = tmp_path / "start"
     shutil.copytree(cached_model("tiny", seed=0), start)
     (start / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 1}))
-    made = run_sft(settings(model=str(start), steps=1), lambda _: None)
-    written = json.loads((made / "generation_config.json").read_text())
+    directory = run_sft(settings(model=str(start), steps=1), lambda _: None)
+    written = json.loads((directory / "generation_config.json").read_text())
     assert written["temperature"] == 0.6 and written["eos_token_id"] == 1
 
 
@@ -157,13 +151,13 @@ def test_it_learns_the_response_and_where_to_stop(tmp_path):
 
 @pytest.mark.parametrize(("model", "threads"), [("demo:tiny", 1), ("demo:smollm2", 3), ("a/b", 3)])
 def test_only_toys_are_trained_in_one_thread(monkeypatch, tmp_path, model, threads):
-    seen, toy = [], cached_model("tiny", seed=0)
+    used, toy = [], cached_model("tiny", seed=0)
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     monkeypatch.setattr(cold_start, "available_cpus", lambda: 3)
-    monkeypatch.setattr(cold_start, "_train", lambda *_: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(cold_start, "_train", lambda *_: used.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     cold_start.run_sft(settings(model=model), toy, lambda _: None)
-    assert (seen, torch.get_num_threads()) == ([threads], before)
+    assert (used, torch.get_num_threads()) == ([threads], before)
 
 
 def test_a_non_finite_loss_is_refused_before_it_reaches_the_weights(tmp_path, monkeypatch):
@@ -189,7 +183,7 @@ def test_a_non_finite_loss_is_refused_before_it_reaches_the_weights(tmp_path, mo
         ({"messages": [{"role": "user"}], "completion": "b"}, ["`messages`", "`role` and `content`"]),
         ({"messages": [], "completion": "b"}, ["is no conversation; expected a list of objects"]),
         (
-            {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "completion": "b"},
+            {"messages": chat(("user", "a")), "prompt": "a", "completion": "b"},
             ["`messages` and `prompt` exclude each other"],
         ),
         ({"prompt": "a", "completion": []}, ["`completion` is missing or neither text nor a list"]),
@@ -198,10 +192,10 @@ def test_a_non_finite_loss_is_refused_before_it_reaches_the_weights(tmp_path, mo
         ({"prompt": "a", "completion": [{"text": "b", "given": 1}]}, ["segment 0"]),
         ({"prompt": "a", "completion": [{"text": "b", "given": True}]}, ["the last segment is given"]),
         (
-            {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
+            {"messages": chat(("user", "a"), ("tool", "b"))},
             ["`messages` without `completion` must end with the assistant's message", "role 'tool'"],
         ),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, ["after others"]),
+        ({"messages": chat(("assistant", "a"))}, ["after others"]),
     ],
 )
 def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
@@ -233,8 +227,8 @@ def test_missing_data_and_models_are_refused_by_name(changes, words):
 def pairs(path, **changes):
     """Return the text of the rows with roles and end tokens."""
     tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
-    found = load_pairs(settings(data=path, **changes), tokenizer)
-    return [(tokenizer.decode(pair.prompt), tokenizer.decode(pair.completion)) for pair in found]
+    rows = load_pairs(settings(data=path, **changes), tokenizer)
+    return [(tokenizer.decode(pair.prompt), tokenizer.decode(pair.completion)) for pair in rows]
 
 
 def test_a_row_may_hold_a_system_prompt_a_conversation_or_plain_text(tmp_path):
@@ -242,14 +236,7 @@ def test_a_row_may_hold_a_system_prompt_a_conversation_or_plain_text(tmp_path):
         tmp_path / "sft.jsonl",
         {"system": "s", "prompt": "p", "completion": "c"},
         {"prompt": "p", "completion": "c", "chat_template": "none", "further": 1},
-        {
-            "messages": [
-                {"role": "user", "content": "1"},
-                {"role": "assistant", "content": "2"},
-                {"role": "user", "content": "3"},
-            ],
-            "completion": "4",
-        },
+        {"messages": chat(("user", "1"), ("assistant", "2"), ("user", "3")), "completion": "4"},
     )
     assert pairs(path) == [
         ("<|system|>s<|user|>p<|assistant|>", "c<|end|>"),
@@ -258,35 +245,28 @@ def test_a_row_may_hold_a_system_prompt_a_conversation_or_plain_text(tmp_path):
     ]
 
 
-def learned(path):
+def marked_learned(path):
     """Return the text of each row with the learned parts in brackets."""
     tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
-    shown = []
+    marked = []
     for pair in load_pairs(settings(data=path), tokenizer):
         text = tokenizer.decode(pair.prompt)
         for sampled, run in groupby(zip(pair.sampled, pair.completion, strict=True), lambda t: t[0]):
             part = tokenizer.decode([token for _, token in run])
             text += f"[{part}]" if sampled else part
-        shown.append(text)
-    return shown
+        marked.append(text)
+    return marked
 
 
 def test_of_a_conversation_the_assistants_messages_are_learned_and_the_tools_given(tmp_path):
+    turns = ("system", "s"), ("user", "1"), ("assistant", "2"), ("tool", "3"), ("assistant", "4")
     path = pairs_file(
         tmp_path / "sft.jsonl",
-        {
-            "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": "1"},
-                {"role": "assistant", "content": "2"},
-                {"role": "tool", "content": "3"},
-                {"role": "assistant", "content": "4"},
-            ]
-        },
+        {"messages": chat(*turns)},
         {"prompt": "1", "completion": [{"text": "2"}, {"text": "3", "given": True}, {"text": "4"}]},
-        {"messages": [{"role": "user", "content": "1"}, {"role": "tool", "content": "2"}], "completion": "3"},
+        {"messages": chat(("user", "1"), ("tool", "2")), "completion": "3"},
     )
-    assert learned(path) == [
+    assert marked_learned(path) == [
         "<|system|>s<|user|>1<|assistant|>[2<|end|>]<|tool|>3<|assistant|>[4<|end|>]",
         "<|user|>1<|assistant|>[2]3[4<|end|>]",
         "<|user|>1<|tool|>2<|assistant|>[3<|end|>]",
@@ -294,7 +274,7 @@ def test_of_a_conversation_the_assistants_messages_are_learned_and_the_tools_giv
 
 
 def test_a_template_that_rewrites_earlier_messages_is_refused_with_file_and_line(tmp_path):
-    """Such as one that drops the thoughts of all turns but the last."""
+    """For example one that drops the thinking of all turns but the last."""
     tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>"
@@ -303,25 +283,25 @@ def test_a_template_that_rewrites_earlier_messages_is_refused_with_file_and_line
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     turns = [("user", "1"), ("assistant", "<think>x</think>2"), ("user", "3"), ("assistant", "4")]
-    path = pairs_file(tmp_path / "a.jsonl", {"messages": [{"role": r, "content": c} for r, c in turns]})
+    path = pairs_file(tmp_path / "a.jsonl", {"messages": chat(*turns)})
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template renders .* message 3 otherwise"):
         load_pairs(settings(data=path), tokenizer)
 
 
 def test_where_a_template_has_no_end_the_next_message_begins_with_it(tmp_path):
-    """As GLM's: the model ends an answer with <|user|>, and a call with the token of the tool's result."""
+    """As in GLM: the model ends an answer with <|user|>, and a call with the token of the tool's result."""
     tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
-    path = pairs_file(tmp_path / "a.jsonl", {"messages": [{"role": r, "content": c} for r, c in turns]})
+    path = pairs_file(tmp_path / "a.jsonl", {"messages": chat(*turns)})
     [pair] = load_pairs(settings(data=path), tokenizer)
     assert tokenizer.decode(pair.completion) == "2<|user|>3<|assistant|>4<|user|>"
     assert pair.sampled == [True, True, False, False, True, True]
     turns[2] = ("tool", "3")
-    path = pairs_file(tmp_path / "b.jsonl", {"messages": [{"role": r, "content": c} for r, c in turns]})
+    path = pairs_file(tmp_path / "b.jsonl", {"messages": chat(*turns)})
     with pytest.raises(ValueError, match=r"b\.jsonl:1: .* does not end .* message 1 with a token that ends"):
         load_pairs(settings(data=path), tokenizer)
 
@@ -338,10 +318,10 @@ def test_sources_are_mixed_with_their_own_counts_and_noise(tmp_path):
     assert [p for p, _ in mixed[:2]] == ["<|user|>0<|assistant|>", "<|user|>1<|assistant|>"]
     clean, noisy = mixed[2:14], mixed[14:]
     assert len(clean) == 12 and len(noisy) == 3
-    assert all(right(*pair) for pair in clean) and not any(right(*pair) for pair in noisy)
+    assert all(is_right(*pair) for pair in clean) and not any(is_right(*pair) for pair in noisy)
 
 
-def right(prompt, completion):
+def is_right(prompt, completion):
     a, b = prompt.removeprefix("<|user|>").removesuffix("=<|assistant|>").split("+")
     return completion.endswith(f"\\boxed{{{int(a) + int(b)}}}<|end|>")
 

@@ -1,4 +1,4 @@
-"""The date that chat templates write is that of a run's start, on whatever day a part of it is rendered."""
+"""Chat templates write the date of the run's start, on whatever day they are rendered."""
 
 import json
 from datetime import date
@@ -27,7 +27,7 @@ def config(**data):
     return Config.model_validate(plain)
 
 
-def saved(directory, template):
+def save(directory, template):
     templated_tokenizer(template, "<|eot_id|>", "<s>").save_pretrained(directory)
     return AutoTokenizer.from_pretrained(directory)
 
@@ -51,19 +51,19 @@ def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path):
 
 
 def test_the_date_is_no_part_of_a_runs_identity_but_its_prompts_are(tmp_path):
-    """Where no template writes it, another date is the same run."""
+    """If no template writes the date, another date is the same run."""
     assert (
         fingerprint(set_template_date(config()))
         == fingerprint(set_template_date(config(), DAY))
         == fingerprint(config())
     )
-    plain, dating = (saved(tmp_path / n, trl_templates()[n]) for n in ("llama3", "llama3_2"))
+    plain, dating = (save(tmp_path / n, trl_templates()[n]) for n in ("llama3", "llama3_2"))
     first, second = set_template_date(config(), DAY), set_template_date(config(), "2026-08-01")
     assert data_digest(prompts(plain, first)) == data_digest(prompts(plain, second))
     assert data_digest(prompts(dating, first)) != data_digest(prompts(dating, second))
-    was, now = (DataOrigin.from_rows(["a"], dating, tmp_path / "llama3_2", c.data) for c in (first, second))
-    assert was.rows == now.rows
-    assert now.changes(was.reading) == [
+    old, new = (DataOrigin.from_rows(["a"], dating, tmp_path / "llama3_2", c.data) for c in (first, second))
+    assert old.rows == new.rows
+    assert new.changes(old.reading) == [
         f"the date that the chat template writes (`data.template_date`) was {DAY} and is 2026-08-01"
     ]
     assert not DataOrigin.from_rows(["a"], plain, tmp_path / "llama3", first.data).changes(
@@ -72,21 +72,21 @@ def test_the_date_is_no_part_of_a_runs_identity_but_its_prompts_are(tmp_path):
 
 
 def test_other_tokenizer_files_are_named(tmp_path):
-    tokenizer, data = saved(tmp_path, trl_templates()["llama3"]), config().data
-    was = DataOrigin.from_rows(["a"], tokenizer, tmp_path, data)
+    tokenizer, data = save(tmp_path, trl_templates()["llama3"]), config().data
+    before = DataOrigin.from_rows(["a"], tokenizer, tmp_path, data)
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    [change] = DataOrigin.from_rows(["a"], tokenizer, tmp_path, data).changes(was.reading)
+    [change] = DataOrigin.from_rows(["a"], tokenizer, tmp_path, data).changes(before.reading)
     assert "tokenizer files" in change
-    assert DataOrigin.from_rows(["b"], tokenizer, tmp_path, data).rows != was.rows
+    assert DataOrigin.from_rows(["b"], tokenizer, tmp_path, data).rows != before.rows
 
 
 def test_later_turns_and_demonstrations_have_the_date_of_the_run(tmp_path):
-    tokenizer, settings = saved(tmp_path, trl_templates()["llama3_2"]), set_template_date(config(), DAY)
+    tokenizer, settings = save(tmp_path, trl_templates()["llama3_2"]), set_template_date(config(), DAY)
     task = Task("e", messages=({"role": "user", "content": "1+1="},))
     renderer = Renderer(tokenizer, settings.data, settings.environments)
     assert "31 Jul 2026" in renderer.prompt(task)
-    shown = [{"role": "user", "content": "more"}]
-    assert "31 Jul 2026" in renderer.conversation(task, task.messages, "2", shown).text
+    later_turn = [{"role": "user", "content": "more"}]
+    assert "31 Jul 2026" in renderer.conversation(task, task.messages, "2", later_turn).text
     path = tmp_path / "sft.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
     sft = SFTConfig(model="demo:tiny", data=str(path))
@@ -102,27 +102,27 @@ def test_a_date_that_is_none_is_refused():
 
 
 def test_a_cold_start_has_the_date_of_its_run(tmp_path, monkeypatch):
-    """Where the template writes a date; elsewhere one cold start serves all days."""
+    """If the template writes a date; otherwise one cold start serves all days."""
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
     rows = tmp_path / "sft.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
     settings, days = SFTConfig(model="demo:tiny", data=str(rows)), []
 
-    def trained(settings, model_dir, tokenizer, out, say, day):
+    def fake_train(settings, model_dir, tokenizer, out, say, day):
         days.append(day)
         (out / "tokens").write_text(str(load_pairs(settings, tokenizer, day=day)))
 
-    monkeypatch.setattr(cold_start, "_train", trained)
-    for name, made in (("llama3_2", 2), ("llama3", 1)):
-        said = []
-        saved(tmp_path / name, trl_templates()[name])
+    monkeypatch.setattr(cold_start, "_train", fake_train)
+    for name, models in (("llama3_2", 2), ("llama3", 1)):
+        messages = []
+        save(tmp_path / name, trl_templates()[name])
         first, second, again = (
-            cold_start.run_sft(settings, tmp_path / name, said.append, day=date.fromisoformat(day))
+            cold_start.run_sft(settings, tmp_path / name, messages.append, day=date.fromisoformat(day))
             for day in (DAY, "2026-08-01", DAY)
         )
-        assert first == again and len({first, second}) == made == len(days)
-        assert any(f"every demonstration: {DAY}" in message for message in said) == (made == 2)
-        if made == 2:
+        assert first == again and len({first, second}) == models == len(days)
+        assert any(f"every demonstration: {DAY}" in message for message in messages) == (models == 2)
+        if models == 2:
             assert days == [date(2026, 7, 31), date(2026, 8, 1)]
             assert (first / "tokens").read_text() != (second / "tokens").read_text()
         days.clear()

@@ -22,20 +22,20 @@ from tests.support.patience import HANG_S
 @pytest.fixture
 def events(monkeypatch):
     """Record flushed and renamed names, in order."""
-    seen = []
+    recorded = []
     fsync, replace = os.fsync, os.replace
 
-    def flushed(descriptor):
-        seen.append(("flush", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+    def record_flush(descriptor):
+        recorded.append(("flush", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
         fsync(descriptor)
 
-    def renamed(old, new):
-        seen.append(("rename", os.path.basename(new)))
+    def record_rename(old, new):
+        recorded.append(("rename", os.path.basename(new)))
         replace(old, new)
 
-    monkeypatch.setattr(os, "fsync", flushed)
-    monkeypatch.setattr(os, "replace", renamed)
-    return seen
+    monkeypatch.setattr(os, "fsync", record_flush)
+    monkeypatch.setattr(os, "replace", record_rename)
+    return recorded
 
 
 def test_every_file_is_flushed_before_the_rename_and_the_name_after_it(tmp_path, events):
@@ -49,24 +49,19 @@ def test_every_file_is_flushed_before_the_rename_and_the_name_after_it(tmp_path,
 
 def test_everything_this_project_writes_is_published_durably(tmp_path, events, monkeypatch):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
-    made = cached("x", {}, lambda directory: (directory / "weights").write_text("1"))
-    assert events.index(("flush", "weights")) < events.index(("rename", made.name))
+    directory = cached("x", {}, lambda partial: (partial / "weights").write_text("1"))
+    assert events.index(("flush", "weights")) < events.index(("rename", directory.name))
 
 
 def test_a_full_disk_ends_the_run_with_one_message(tmp_path, monkeypatch):
-    config = Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": [{"path": "t"}]},
-            "tracking": {"console": False, "tensorboard": False},
-        }
-    )
+    off, data = {"console": False, "tensorboard": False}, {"train": [{"path": "t"}]}
+    config = Config.model_validate({"model": {"path": "m"}, "data": data, "tracking": off})
     with (
-        pytest.raises(DiskFull, match=r"No space left on device \(OSError\); free some there") as ended,
+        pytest.raises(DiskFull, match=r"No space left on device \(OSError\); free some there") as raised,
         Tracker(config, tmp_path),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert ended.value.exit_code == 1
+    assert raised.value.exit_code == 1
     with pytest.raises(OSError, match="of another kind"), Tracker(config, tmp_path):
         raise OSError(errno.EIO, "of another kind")
     # torch does not report why it cannot write.
@@ -121,7 +116,7 @@ def test_a_lock_that_is_deleted_or_replaced_lets_no_second_process_in(tmp_path):
 
 
 def test_a_waiter_for_a_removed_directory_locks_its_successor(tmp_path, monkeypatch):
-    """A lock in the removed directory would exclude nobody."""
+    """A lock in the removed directory would lock out nobody."""
     directory = tmp_path / "run"
     directory.mkdir()
     waits = []
@@ -132,7 +127,7 @@ def test_a_waiter_for_a_removed_directory_locks_its_successor(tmp_path, monkeypa
             first.close()
         waits.append(1)
 
-    # Of that module alone: other threads of this process sleep, too.
+    # Patch only that module: other threads of this process sleep, too.
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=removed_meanwhile)
     monkeypatch.setattr("grpo_dist.runtime.files.time", clock)
     with contextlib.ExitStack() as first:
@@ -145,21 +140,21 @@ def test_a_waiter_for_a_removed_directory_locks_its_successor(tmp_path, monkeypa
 
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "hard link", "pipe", "directory"])
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path, kind):
-    run, other = tmp_path / "run", tmp_path / "other"
+    run, precious = tmp_path / "run", tmp_path / "other"
     run.mkdir()
-    other.write_text("precious")
+    precious.write_text("precious")
     lock = run / LOCK
     {
-        "link": lambda: lock.symlink_to(other),
+        "link": lambda: lock.symlink_to(precious),
         "link to nothing": lambda: lock.symlink_to(tmp_path / "nothing"),
-        "hard link": lambda: lock.hardlink_to(other),
+        "hard link": lambda: lock.hardlink_to(precious),
         "pipe": lambda: os.mkfifo(lock),
         "directory": lock.mkdir,
     }[kind]()
-    refused = contextlib.nullcontext() if kind == "hard link" else pytest.raises((UserError, OSError))
-    with refused, alone(run, "here"):
+    expected = contextlib.nullcontext() if kind == "hard link" else pytest.raises((UserError, OSError))
+    with expected, alone(run, "here"):
         pass
-    assert other.read_text() == "precious" and not (tmp_path / "nothing").exists()
+    assert precious.read_text() == "precious" and not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.parametrize("target", ["other", "nothing"])

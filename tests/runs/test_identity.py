@@ -37,13 +37,13 @@ def config(**changed):
 
 
 def test_the_keys_that_may_change_exist():
-    """A renamed key would silently become part of the identity again."""
-    everything = flat(config(distillation={"teachers": [TEACHER]}).model_dump(mode="json"))
+    """A renamed key would silently return to the identity."""
+    all_keys = flat(config(distillation={"teachers": [TEACHER]}).model_dump(mode="json"))
     for pattern in _LAYOUT:
-        own = pattern.replace("*", "0")
-        assert own in everything and Change(own, 1, 2).is_layout, pattern
-    sections = {key.split(".")[0] for key in everything}
-    assert set(_FREE) <= sections and {key for key in _FREE_KEYS if "*" not in key} <= everything.keys()
+        key_name = pattern.replace("*", "0")
+        assert key_name in all_keys and Change(key_name, 1, 2).is_layout, pattern
+    sections = {key.split(".")[0] for key in all_keys}
+    assert set(_FREE) <= sections and {key for key in _FREE_KEYS if "*" not in key} <= all_keys.keys()
 
 
 @pytest.mark.parametrize(
@@ -67,34 +67,26 @@ def test_the_keys_that_may_change_exist():
 )
 def test_the_fingerprint_changes_with_settings_that_decide_the_numbers(changed, key, decides):
     other = config(**changed)
-    found = [c for c in changes(dump_config(config()), other) if f"{c.key}.".startswith(f"{key}.")]
-    assert found and {c.decides(other) for c in found} == {decides}
+    matching = [c for c in changes(dump_config(config()), other) if f"{c.key}.".startswith(f"{key}.")]
+    assert matching and {c.decides(other) for c in matching} == {decides}
     assert (fingerprint(config()) != fingerprint(other)) == decides
 
 
 def test_a_decaying_schedule_makes_the_last_step_part_of_the_identity():
     falling = {"policy": {"optimizer": {"schedule": "linear"}}}
-    (found,) = changes(dump_config(config(**falling)), other := config(**falling, steps=9))
-    assert found == Change("steps", 6, 9) and found.decides(other)
+    (change,) = changes(dump_config(config(**falling)), other := config(**falling, steps=9))
+    assert change == Change("steps", 6, 9) and change.decides(other)
     assert fingerprint(config(**falling)) != fingerprint(other)
 
 
-def without(settings, *keys):
-    """Return the configuration of a version without ``keys``."""
-    old = yaml.safe_load(dump_config(settings))
-    for key in keys:
-        section, name = key.split(".")
-        del old[section][name]
-    return old
-
-
 def test_keys_added_by_a_later_version_are_no_change_at_their_defaults():
-    later = "rewards.accept_arithmetic", "health.unscored_steps_above", "weight_sync.probe_every"
-    old = without(config(), *later)
+    old = yaml.safe_load(dump_config(config()))
+    del old["rewards"]["accept_arithmetic"]
+    del old["health"]["unscored_steps_above"], old["weight_sync"]["probe_every"]
     assert changes(yaml.safe_dump(old), config()) == []
     other = config(rewards={"models": [MODEL], "accept_arithmetic": True})
-    (found,) = changes(yaml.safe_dump(old), other)
-    assert found == Change("rewards.accept_arithmetic", None, True) and found.decides(other)
+    (change,) = changes(yaml.safe_dump(old), other)
+    assert change == Change("rewards.accept_arithmetic", None, True) and change.decides(other)
 
 
 def test_removing_the_layout_does_not_modify_the_settings():
@@ -105,37 +97,37 @@ def test_removing_the_layout_does_not_modify_the_settings():
 
 
 def test_a_message_names_at_most_three_changes():
-    found = [Change(f"a.{i}", i, i + 1) for i in range(5)]
-    assert describe(found) == "`a.0` = 1 was 0, `a.1` = 2 was 1, `a.2` = 3 was 2 and 2 more"
+    five = [Change(f"a.{i}", i, i + 1) for i in range(5)]
+    assert describe(five) == "`a.0` = 1 was 0, `a.1` = 2 was 1, `a.2` = 3 was 2 and 2 more"
 
 
 def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path):
     """Another version may hash other keys. A masked secret cannot be compared."""
     secret = {"rewards": {"functions": [{"function": "math", "kwargs": {"api_key": "s3cret"}}]}}
-    for name, own, known in (("plain", config(), True), ("secret", fakes.config(**secret), False)):
-        made_checkpoints.save(tmp_path / name, 1, config=own)
-        (found,) = list_checkpoints(tmp_path / name)
-        state = json.loads((found / "state.json").read_text())
-        (found / "state.json").write_text(json.dumps(state | {"fingerprint": "of an earlier version"}))
-        if known:
-            assert load_state(found, own).step == 1
+    for name, run_config, is_plain in (("plain", config(), True), ("secret", fakes.config(**secret), False)):
+        made_checkpoints.save(tmp_path / name, 1, config=run_config)
+        (checkpoint,) = list_checkpoints(tmp_path / name)
+        state = json.loads((checkpoint / "state.json").read_text())
+        (checkpoint / "state.json").write_text(json.dumps(state | {"fingerprint": "of an earlier version"}))
+        if is_plain:
+            assert load_state(checkpoint, run_config).step == 1
             with pytest.raises(ValueError, match=r"another configuration \(`seed` = 5 was 0: samples"):
-                load_state(found, config(seed=5))
+                load_state(checkpoint, config(seed=5))
         else:
             with pytest.raises(ValueError, match="made with another configuration;"):
-                load_state(found, own)
-    # A stage of a pipeline: the identity names other stages, where the run had their directories.
+                load_state(checkpoint, run_config)
+    # A pipeline stage: the identity has the names of other stages, the run has their directories.
     stage = config(model={"path": "/runs/p/01_cold_start/model"})
     made_checkpoints.save(tmp_path / "stage", 1, config=stage)
-    (found,) = list_checkpoints(tmp_path / "stage")
-    state = json.loads((found / "state.json").read_text())
-    (found / "state.json").write_text(json.dumps(state | {"fingerprint": "of an earlier version"}))
+    (checkpoint,) = list_checkpoints(tmp_path / "stage")
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"fingerprint": "of an earlier version"}))
     named = config(model={"path": "stage:cold_start"})
-    assert load_state(found, named).step == 1
+    assert load_state(checkpoint, named).step == 1
     with pytest.raises(ValueError, match=r"\(`model.path` = stage:start was /runs/p/01_cold_start/model: "):
-        load_state(found, config(model={"path": "stage:start"}))
+        load_state(checkpoint, config(model={"path": "stage:start"}))
     with pytest.raises(ValueError, match=r"\(`seed` = 5 was 0: "):
-        load_state(found, config(model={"path": "stage:cold_start"}, seed=5))
+        load_state(checkpoint, config(model={"path": "stage:cold_start"}, seed=5))
 
 
 _HASHED = """
@@ -161,9 +153,9 @@ def test_the_digest_of_columns_is_the_same_in_every_process():
 
 
 def test_the_digest_of_columns_ignores_the_order_of_keys_and_sees_the_order_of_rows():
-    def digest(*columns):
+    def digest(*rows):
         (prompt,) = fakes.prompts(1)
-        return columns_digest([dataclasses.replace(prompt, columns=own) for own in columns])
+        return columns_digest([dataclasses.replace(prompt, columns=row) for row in rows])
 
     assert digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1})
     assert digest({"p": Path("a")}) != digest({"p": Path("b")}) and digest({"x": 1j}) != digest({"x": 2j})
@@ -181,13 +173,13 @@ def test_a_run_by_epochs_is_the_run_of_its_steps(tmp_path):
     )
     data = {"train": [{"path": str(path)}]}
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
-    said = []
-    resolved = resolve_steps(config(data=data, batch=batch, epochs=3, steps=50), said.append)
+    messages = []
+    resolved = resolve_steps(config(data=data, batch=batch, epochs=3, steps=50), messages.append)
     assert resolved == config(data=data, batch=batch, steps=13)
-    assert said == ["`epochs` = 3 of 9 rows, 2 a step: 13 steps"]
+    assert messages == ["`epochs` = 3 of 9 rows, 2 a step: 13 steps"]
     distinct = {**data, "deduplicate": True}
-    assert resolve_steps(config(data=distinct, batch=batch, epochs=0.1), said.append).steps == 1
-    assert said[1] == "`epochs` = 0.1 of 7 rows, 2 a step: 1 steps"
+    assert resolve_steps(config(data=distinct, batch=batch, epochs=0.1), messages.append).steps == 1
+    assert messages[1] == "`epochs` = 0.1 of 7 rows, 2 a step: 1 steps"
 
 
 @pytest.mark.parametrize(("share", "length"), [(0.1, 2), (0.0, 0), (1.0, 25)])

@@ -1,4 +1,4 @@
-"""A run asked to stop saves its finished step if there is time; its exit code says so."""
+"""On a stop request a run saves its finished step if time allows; its exit code says so."""
 
 import asyncio
 import dataclasses
@@ -26,25 +26,25 @@ from tests.support.patience import HANG_S
 KILL = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}
 
 
-def asked_during(world, *, step, number=signal.SIGTERM, then=None):
+def stop_during(world, *, step, number=signal.SIGTERM, then=None):
     """Send a signal during the update of ``step``, then continue with ``then``."""
     update = world.update
 
-    async def updated(batches, **how):
-        metrics = await update(batches, **how)
+    async def update_then_signal(batches, **options):
+        metrics = await update(batches, **options)
         if len(world.updates) == step:
             os.kill(os.getpid(), number)
-            await asyncio.sleep(0.01)  # lets the loop handle it
+            await asyncio.sleep(0.01)  # for the loop to handle it
             if then:
                 await then()
         return metrics
 
-    world.update = updated
+    world.update = update_then_signal
 
 
-def session(world, config, said, eval_sets=(), **kwargs):
+def session(world, config, messages, eval_sets=(), **kwargs):
     async def train():
-        interruption = Interruption(grace_s=config.checkpoint.grace_s, say=said.append)
+        interruption = Interruption(grace_s=config.checkpoint.grace_s, say=messages.append)
         async with interruption:
             with interruption.finishing():
                 await run(
@@ -55,53 +55,59 @@ def session(world, config, said, eval_sets=(), **kwargs):
     asyncio.run(train())
 
 
+def check_resume(uninterrupted, world, config, step, jitter=False):
+    """Resume ``world`` from ``step``; check that both have the batches of ``uninterrupted``."""
+    resumed = fakes.World(jitter=jitter)
+    resumed.version = step
+    session(resumed, config, [], progress=world.saved[step])
+    for a, b in zip(uninterrupted.updates, [*world.updates, *resumed.updates], strict=True):
+        assert torch.equal(a[0].tokens, b[0].tokens)
+    return resumed
+
+
 @pytest.mark.parametrize("name", KILL)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_asked_to_stop_finishes_its_step_and_the_same_command_resumes(staleness, name):
-    config, said = fakes.config(steps=5, max_staleness=staleness), []
-    whole, world = fakes.World(), fakes.World()
-    session(whole, config, said)
-    asked_during(world, step=2, number=KILL[name])
-    with pytest.raises(Preempted, match="stopped on request; step 2") as ended:
-        session(world, config, said)
-    assert ended.value.exit_code == 75 and world.events[-2:] == ["settled", "end"]
-    assert len(said) == 1 and "stopping after this step and its checkpoint, within 60 s" in said[0]
+    config, messages = fakes.config(steps=5, max_staleness=staleness), []
+    uninterrupted, world = fakes.World(), fakes.World()
+    session(uninterrupted, config, messages)
+    stop_during(world, step=2, number=KILL[name])
+    with pytest.raises(Preempted, match="stopped on request; step 2") as end:
+        session(world, config, messages)
+    assert end.value.exit_code == 75 and world.events[-2:] == ["settled", "end"]
+    assert len(messages) == 1 and "stopping after this step and its checkpoint, within 60 s" in messages[0]
     assert list(world.saved) == [2] and 2 in world.logged and 3 not in world.logged
-    resumed = fakes.World()
-    resumed.version = 2
-    session(resumed, config, said, progress=world.saved[2])
-    for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
-        assert torch.equal(a[0].tokens, b[0].tokens)
+    check_resume(uninterrupted, world, config, 2, jitter=True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_run_asked_to_stop_in_its_last_step_is_saved_once_and_exits_as_preempted():
-    world, said = fakes.World(), []
-    asked_during(world, step=3)
+    world, messages = fakes.World(), []
+    stop_during(world, step=3)
     with pytest.raises(Preempted):
-        session(world, fakes.config(steps=3), said)
+        session(world, fakes.config(steps=3), messages)
     assert list(world.saved) == [3]
 
 
 def test_a_step_longer_than_the_grace_period_is_abandoned():
-    world, said = fakes.World(), []
-    asked_during(world, step=2, then=lambda: asyncio.sleep(60))
+    world, messages = fakes.World(), []
+    stop_during(world, step=2, then=lambda: asyncio.sleep(60))
     config = fakes.config(steps=5, checkpoint={"grace_s": 0.05, "every": 1})
     with pytest.raises(Preempted, match=r"not finished within `checkpoint\.grace_s` = 0\.05 s"):
-        session(world, config, said)
+        session(world, config, messages)
     assert list(world.saved) == [1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_stop_during_sampling_keeps_finished_groups_and_waits_for_no_others(staleness):
-    """One group of step 3 never finishes: the checkpoint is that of step 2, with the other three groups."""
-    config, said = fakes.config(steps=4, max_staleness=staleness, weight_sync={"mode": "keep"}), []
-    whole = fakes.World(jitter=False)
-    session(whole, config, said)
+    """One group of step 3 never finishes: the checkpoint of step 2 has the other three groups."""
+    config, messages = fakes.config(steps=4, max_staleness=staleness, weight_sync={"mode": "keep"}), []
+    uninterrupted = fakes.World(jitter=False)
+    session(uninterrupted, config, messages)
 
     class Slow(fakes.World):
         async def sample(self, prompt, **request):
-            found = await super().sample(prompt, **request)
+            samples = await super().sample(prompt, **request)
             if prompt.uid == third[1]:
                 while len(self.updates) < 2:  # it may be sampled during the second update
                     await asyncio.sleep(0)
@@ -109,26 +115,22 @@ def test_a_stop_during_sampling_keeps_finished_groups_and_waits_for_no_others(st
                     await asyncio.sleep(0)
                 os.kill(os.getpid(), signal.SIGTERM)
                 await asyncio.sleep(HANG_S)
-            return found
+            return samples
 
     third = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 2 + staleness)]
     world = Slow(jitter=False)
     with pytest.raises(Preempted, match="stopped on request; step"):
-        session(world, config, said)
+        session(world, config, messages)
     (step,) = world.saved
-    kept = world.saved[step]
-    assert {g.prompt.uid for g in kept.pipeline.partial[2 + staleness]} == {*third} - {third[1]}
-    resumed = fakes.World(jitter=False)
-    resumed.version = step
-    session(resumed, config, said, progress=kept)
+    progress = world.saved[step]
+    assert {g.prompt.uid for g in progress.pipeline.partial[2 + staleness]} == {*third} - {third[1]}
+    resumed = check_resume(uninterrupted, world, config, step)
     assert [uid for uid, *_ in resumed.sampled if uid in third] == [third[1]]
-    for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
-        assert torch.equal(a[0].tokens, b[0].tokens)
 
 
 def test_a_stop_during_sampling_gives_up_what_is_in_flight_before_it_saves():
-    """On shared GPUs the policy has its turn once no sample is in flight."""
-    config, said, in_flight = fakes.config(steps=4), [], set()
+    """A colocated policy can save only once no sample is in flight."""
+    config, messages, in_flight = fakes.config(steps=4), [], set()
 
     class Slow(fakes.World):
         async def sample(self, prompt, **request):
@@ -147,17 +149,17 @@ def test_a_stop_during_sampling_gives_up_what_is_in_flight_before_it_saves():
 
     world = Slow(jitter=False)
     with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
-        session(world, config, said)
+        session(world, config, messages)
     assert list(world.saved) == [2]
 
 
 def test_a_stop_during_an_evaluation_saves_the_step_and_evaluates_on_resume():
     """The evaluation takes longer than the grace period."""
     evaluation = {"before": True, "after": False, "every": 2, "samples_per_prompt": 1, "k": [1]}
-    config, said = fakes.config(steps=4, evaluation=evaluation), []
-    held = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in fakes.prompts(3)])]
-    whole = fakes.World(jitter=False)
-    session(whole, config, said, eval_sets=held)
+    config, messages = fakes.config(steps=4, evaluation=evaluation), []
+    eval_sets = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in fakes.prompts(3)])]
+    uninterrupted = fakes.World(jitter=False)
+    session(uninterrupted, config, messages, eval_sets=eval_sets)
 
     class Long(fakes.World):
         async def sample(self, prompt, **request):
@@ -169,14 +171,14 @@ def test_a_stop_during_an_evaluation_saves_the_step_and_evaluates_on_resume():
 
     world = Long(jitter=False)
     with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
-        session(world, config, said, eval_sets=held)
+        session(world, config, messages, eval_sets=eval_sets)
     assert list(world.saved) == [2] and world.saved[2].evaluation_pending
     assert not any(name.startswith("eval/") for name in world.logged[2])
     resumed = fakes.World(jitter=False)
     resumed.version = 2
-    session(resumed, config, said, eval_sets=held, progress=world.saved[2])
+    session(resumed, config, messages, eval_sets=eval_sets, progress=world.saved[2])
     assert not resumed.saved[4].evaluation_pending
-    evaluated = {step: own for step, own in whole.logged.items() if "eval/held/pass@1" in own}
+    evaluated = {s: logged for s, logged in uninterrupted.logged.items() if "eval/held/pass@1" in logged}
     assert sorted(evaluated) == [0, 2, 4]
     for step in (2, 4):
         for name in (n for n in evaluated[step] if n.startswith("eval/")):
@@ -185,56 +187,52 @@ def test_a_stop_during_an_evaluation_saves_the_step_and_evaluates_on_resume():
 
 def test_a_stop_while_engines_drain_saves_the_finished_step():
     """A sample of the next batch never finishes, and a weight sync would wait for it."""
-    config, said = fakes.config(steps=5, max_staleness=1), []
-    whole = fakes.World(jitter=False)
-    session(whole, config, said)
+    config, messages = fakes.config(steps=5, max_staleness=1), []
+    uninterrupted = fakes.World(jitter=False)
+    session(uninterrupted, config, messages)
 
     class Slow(fakes.World):
         async def sample(self, prompt, **request):
-            found = await super().sample(prompt, **request)
+            samples = await super().sample(prompt, **request)
             if prompt.uid == third[1]:
                 asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
                 await asyncio.sleep(60)
-            return found
+            return samples
 
     third = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 2)]
     world = Slow(jitter=False)
     with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
-        session(world, config, said)
+        session(world, config, messages)
     assert list(world.saved) == [2] and len(world.updates) == 2 and world.version == 1
-    resumed = fakes.World(jitter=False)
-    resumed.version = 2
-    session(resumed, config, said, progress=world.saved[2])
-    for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
-        assert torch.equal(a[0].tokens, b[0].tokens)
+    check_resume(uninterrupted, world, config, 2)
 
 
 def test_a_failure_during_the_stop_does_not_prevent_it():
-    world, said = fakes.World(), []
+    world, messages = fakes.World(), []
 
     async def lose():
         raise StateLost("policy-1 is lost")
 
-    asked_during(world, step=2, then=lose)
+    stop_during(world, step=2, then=lose)
     with pytest.raises(Preempted, match=r"the step was not saved \(policy-1 is lost\)"):
-        session(world, fakes.config(steps=5), said)
+        session(world, fakes.config(steps=5), messages)
 
 
 def test_a_second_signal_ends_at_once():
-    world, said = fakes.World(), []
+    world, messages = fakes.World(), []
 
-    async def again():
+    async def signal_again():
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(60)
 
-    asked_during(world, step=2, then=again)
-    with pytest.raises(Interrupted, match="SIGTERM, again: stopped at once") as ended:
-        session(world, fakes.config(steps=5), said)
-    assert ended.value.exit_code == 143 and not world.saved
+    stop_during(world, step=2, then=signal_again)
+    with pytest.raises(Interrupted, match="SIGTERM, again: stopped at once") as end:
+        session(world, fakes.config(steps=5), messages)
+    assert end.value.exit_code == 143 and not world.saved
 
 
 def test_a_stop_that_cannot_be_announced_still_has_its_grace_period():
-    """Ctrl-C also ends a `tee` that reads the output."""
+    """Ctrl-C also kills a `tee` that reads the output."""
 
     async def train():
         def say(text):
@@ -246,13 +244,13 @@ def test_a_stop_that_cannot_be_announced_still_has_its_grace_period():
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.sleep(HANG_S)
 
-    with pytest.raises(Preempted, match=r"not finished within `checkpoint\.grace_s`") as ended:
+    with pytest.raises(Preempted, match=r"not finished within `checkpoint\.grace_s`") as end:
         asyncio.run(train())
-    assert ended.value.exit_code == 75
+    assert end.value.exit_code == 75
 
 
 def test_a_stop_during_the_start_ends_at_once_and_leaves_no_worker():
-    ended_in_order = []
+    cleaned_up = []
 
     async def start():
         async with Interruption(grace_s=60, say=print):
@@ -260,11 +258,11 @@ def test_a_stop_during_the_start_ends_at_once_and_leaves_no_worker():
                 os.kill(os.getpid(), signal.SIGTERM)
                 await asyncio.sleep(60)
             finally:
-                ended_in_order.append(True)
+                cleaned_up.append(True)
 
     with pytest.raises(Preempted, match="rerun the same command"):
         asyncio.run(start())
-    assert ended_in_order
+    assert cleaned_up
 
 
 def test_sigterm_before_the_first_worker_is_handled():
@@ -300,21 +298,21 @@ def test_the_exit_code_shows_whether_to_rerun(end, code, capsys):
     ],
 )
 def test_a_run_that_never_resumes_says_which_name_resumes_it(tmp_path, monkeypatch, resume, end, added):
-    """The same command would begin run-3."""
+    """Otherwise the same command would start run-3."""
     (tmp_path / "run").mkdir()
     config = fakes.config(output_dir=str(tmp_path), name="run", checkpoint={"resume": resume})
     message, code = str(end), end.exit_code
 
-    async def ended(run, point):
+    async def failing_session(run, point):
         raise end
 
     inputs = RunInputs(Path(), fakes.prompts(4), []), ResumePoint()
     monkeypatch.setattr(session_of, "_load_inputs", lambda *_: inputs)
-    monkeypatch.setattr(session_of, "_session", ended)
-    with pytest.raises(type(end)) as told:
+    monkeypatch.setattr(session_of, "_session", failing_session)
+    with pytest.raises(type(end)) as raised:
         session_of.train(config)
-    assert str(told.value).startswith(message + added) and (added or str(told.value) == message)
-    assert told.value.exit_code == code
+    assert str(raised.value).startswith(message + added) and (added or str(raised.value) == message)
+    assert raised.value.exit_code == code
     assert (tmp_path / ("run" if resume == "auto" else "run-2") / "config.yaml").is_file()
 
 
@@ -343,17 +341,12 @@ except RunEnded as end:
 
 
 def test_a_run_with_a_ray_of_its_own_keeps_it_to_its_user_and_has_time_to_clean_up(tmp_path):
-    """Asked to stop during its start: Ray's handler aborts a program three seconds after a SIGTERM. Session
-    and token are closed to others, although Ray itself leaves them open.
+    """Ray's handler aborts a program three seconds after a SIGTERM, also during its start. Session and token
+    are private, although Ray itself makes them world-readable.
     """
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": str(root), "HOME": str(tmp_path)}
     environment = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
-    done = subprocess.run(
-        [sys.executable, "-c", WHILE_RAY_IS_THERE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    command = [sys.executable, "-c", WHILE_RAY_IS_THERE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout) == (75, "0o700\n0o600\nput away\n"), done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Teachers that cannot be used are refused before anything starts, from files without weights."""
+"""Unusable teachers are refused before anything starts, from model files without weights."""
 
 from dataclasses import replace
 
@@ -12,30 +12,27 @@ from grpo_dist.runs.models import load_tokenizer
 from grpo_dist.runs.prepare_teachers import load_teachers
 from tests.support import fakes
 
-LIMIT = 64  # tokens of a sequence, of every model here
+LIMIT = 64  # maximum sequence length of every model here
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The policy, and teachers with other words, with fewer and more embeddings, and with scaled logits."""
+    """A policy, and teachers with another vocabulary, fewer or more embeddings, and scaled logits."""
     root, tokenizer = tmp_path_factory.mktemp("models"), character_tokenizer(ascii_only=True)
     foreign = character_tokenizer(ascii_only=True)
     foreign.add_tokens(["seven"])
     rows = len(tokenizer)
-    for name, its, embeddings, further in (
-        ("policy", tokenizer, rows, {}),
-        ("foreign", foreign, rows + 1, {}),
-        ("fewer", tokenizer, rows - 1, {}),
-        ("more", tokenizer, rows + 8, {}),
-        ("noisy", tokenizer, rows, {}),
-    ):
+    for name, model_tokenizer, embeddings in (
+        ("policy", tokenizer, rows), ("foreign", foreign, rows + 1), ("fewer", tokenizer, rows - 1),
+        ("more", tokenizer, rows + 8), ("noisy", tokenizer, rows),
+    ):  # fmt: skip
         kind = PhimoeConfig if name == "noisy" else Qwen2Config
         shape = kind(
             vocab_size=embeddings, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=LIMIT, **further,
+            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=LIMIT,
         )  # fmt: skip
         shape.save_pretrained(root / name)
-        its.save_pretrained(root / name)
+        model_tokenizer.save_pretrained(root / name)
     return root
 
 
@@ -45,25 +42,22 @@ def load(models, monkeypatch):
     tokenizer = load_tokenizer(models / "policy", False)
     monkeypatch.setattr(prepare_teachers, "resolve_model", lambda model, *_, **__: models / model.path)
 
-    def loaded(*teachers, reward_coef=1.0, top_k=0, lengths=(10, 20)):
-        own = [{"name": f"t{i}", "model": "policy"} | teacher for i, teacher in enumerate(teachers)]
-        section = {"teachers": own, "reward_coef": reward_coef}
+    def load(*teachers, reward_coef=1.0, top_k=0, lengths=(10, 20)):
+        configs = [{"name": f"t{i}", "model": "policy"} | teacher for i, teacher in enumerate(teachers)]
+        section = {"teachers": configs, "reward_coef": reward_coef}
         section |= {"kl": {"name": "top_k", "k": top_k}} if top_k else {}
         train = [{"path": "demo:add3", "name": source} for source in ("even", "odd")]
         config = fakes.config(distillation=section, data={"train": train}, sampling={"max_new_tokens": 8})
         prompts = [
             replace(
-                prompt,
-                source=("even", "odd")[i % 2],
-                token_ids=np.full(lengths[i % 2], 50, np.int32),
-                text=f"{i} + 1",
-                columns={"hint": f"<{i}>"},
+                prompt, source=("even", "odd")[i % 2], token_ids=np.full(lengths[i % 2], 50, np.int32),
+                text=f"{i} + 1", columns={"hint": f"<{i}>"},
             )
             for i, prompt in enumerate(fakes.prompts(4))
-        ]
+        ]  # fmt: skip
         return load_teachers(config, prompts, (models / "policy", tokenizer), print)
 
-    return loaded
+    return load
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Back to the last checkpoint within the same job: the ledger and the weights are those of a run that was
-never disturbed.
-"""
+"""Going back to the last checkpoint within one job: ledger and weights equal an undisturbed run's."""
 
 import asyncio
 import json
@@ -72,9 +70,9 @@ class Job(fakes.World):
         yield
 
     def back_to(self, step):
-        for kept in (self.logged, self.ledger_entries):
-            for later in [s for s in kept if s > step]:
-                del kept[later]
+        for records in (self.logged, self.ledger_entries):
+            for step_later in [s for s in records if s > step]:
+                del records[step_later]
 
     async def newest(self):
         if not self.saved:
@@ -90,15 +88,9 @@ class Job(fakes.World):
 
     async def attempts(self):
         recovery = Recovery(
-            self.config.cluster,
-            self,
-            self,
-            self.newest,
-            Path("model"),
-            first=ResumePoint(),
-            start=self.start,
-            remedy=add_resume_settings(RERUN, self.config.checkpoint, Path("runs/run-2")),
-        )
+            self.config.cluster, self, self, self.newest, Path("model"), first=ResumePoint(),
+            start=self.start, remedy=add_resume_settings(RERUN, self.config.checkpoint, Path("runs/run-2")),
+        )  # fmt: skip
         async for attempt in recovery.attempts():
             async with attempt as (point, workers):
                 await self.resume(point, workers)
@@ -130,18 +122,18 @@ def test_a_worker_lost_during_the_start_does_not_end_the_run(allowed):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize(("lost", "again_from"), [(1, 0), (2, 0), (3, 2), (6, 4)])
-def test_a_lost_policy_costs_only_the_steps_since_the_checkpoint(staleness, lost, again_from):
-    whole, hit = Job(max_staleness=staleness).train(), Job(max_staleness=staleness)
-    hit.die_at = {lost: 1}
-    hit.train()
-    assert hit.starts == 1 and whole.starts == 0
-    assert hit.ledger_entries == whole.ledger_entries and list(hit.ledger_entries) == [1, 2, 3, 4, 5, 6]
-    assert [s for s, _ in hit.trained] == [*range(1, lost), *range(again_from + 1, 7)]
-    assert all(step == weight for step, weight in hit.trained)  # no step is in the weights twice
-    place = f"step_{again_from:06d}" if again_from else "the beginning of the run"
-    assert hit.warnings == [
-        f"policy-1 is lost in step {lost}; going back to the last checkpoint in 0.001 s, restart 1 of 3",
+@pytest.mark.parametrize(("lost_step", "resume_step"), [(1, 0), (2, 0), (3, 2), (6, 4)])
+def test_a_lost_policy_costs_only_the_steps_since_the_checkpoint(staleness, lost_step, resume_step):
+    expected, job = Job(max_staleness=staleness).train(), Job(max_staleness=staleness)
+    job.die_at = {lost_step: 1}
+    job.train()
+    assert job.starts == 1 and expected.starts == 0
+    assert job.ledger_entries == expected.ledger_entries and list(job.ledger_entries) == [1, 2, 3, 4, 5, 6]
+    assert [s for s, _ in job.trained] == [*range(1, lost_step), *range(resume_step + 1, 7)]
+    assert all(step == weight for step, weight in job.trained)  # no step is trained twice
+    place = f"step_{resume_step:06d}" if resume_step else "the beginning of the run"
+    assert job.warnings == [
+        f"policy-1 is lost in step {lost_step}; going back to the last checkpoint in 0.001 s, restart 1 of 3",
         f"resuming from {place}",
     ]
 
@@ -162,12 +154,12 @@ def test_waiting_for_capacity_does_not_count_towards_the_start_deadline(monkeypa
 
 
 def test_another_failure_during_recovery_costs_another_restart(monkeypatch):
-    job, lost = Job(), iter([True, False])
+    job, fails = Job(), iter([True, False])
     job.die_at = {3: 1}
     start_again = job.start_again
 
     async def lose_another(model_dir):
-        if next(lost):
+        if next(fails):
             raise StateLost("policy-0 is lost while it starts")
         return await start_again(model_dir)
 
@@ -190,7 +182,7 @@ def test_repeated_failures_end_the_run_with_their_reason():
 
 
 def test_a_run_that_never_resumes_ends_with_the_settings_that_resume_it():
-    """The same command begins a new run in another directory, and no checkpoint is used."""
+    """The same command begins a new run in another directory, which uses no checkpoint."""
     job = Job()
     never = job.config.checkpoint.model_copy(update={"resume": "never"})
     job.config = job.config.model_copy(update={"checkpoint": never})
@@ -242,11 +234,11 @@ def test_every_lost_or_late_worker_sends_the_run_back_to_its_checkpoint(error):
         async with Cluster(fakes.config()).failures_as_state_lost():
             raise error
 
-    with pytest.raises(StateLost) as told:
+    with pytest.raises(StateLost) as raised:
         asyncio.run(lose())
-    first, *rest = str(told.value).splitlines()
+    first, *rest = str(raised.value).splitlines()
     assert first.endswith(": restarting all workers")
-    assert rest == str(error).splitlines()[1:]  # the stacks, if there are any
+    assert rest == str(error).splitlines()[1:]  # the stacks, if any
 
 
 def test_a_bug_is_not_treated_as_a_lost_worker():
@@ -283,7 +275,7 @@ class Saved:
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved_run(tmp_path):
     """Return a run with an intact and a newer, damaged checkpoint, and its warnings."""
     for step in (1, 2):
         made_checkpoints.save(tmp_path / CHECKPOINTS, step)
@@ -292,57 +284,57 @@ def saved(tmp_path):
     inputs = SimpleNamespace(trained=made_checkpoints.PROMPTS, origin=None)
     tracker = SimpleNamespace(warn=warned.append)
 
-    def run(save_s):
+    def make_run(save_s):
         config = fakes.config(cluster={"timeouts": {"save_s": save_s}})
         return Run(config, fakes.config(), inputs, tmp_path, tracker, Saved())
 
-    return run, warned
+    return make_run, warned
 
 
-def slowly(monkeypatch, until):
+def delay_search(monkeypatch, until):
     """Delay the search for checkpoints until ``until()`` is true."""
 
-    def found(*arguments):
+    def find_slowly(*arguments):
         place = newest_whole(*arguments)
         wait_until(until, "nobody waits for it")
         return place
 
-    monkeypatch.setattr("grpo_dist.runs.session.newest_whole", found)
+    monkeypatch.setattr("grpo_dist.runs.session.newest_whole", find_slowly)
 
 
-def test_reading_checkpoints_does_not_block_the_event_loop(saved, monkeypatch):
-    """Reading takes minutes for large models; supervision of actors must continue."""
-    (made, warned), ticks = saved, []
-    run = made(save_s=HANG_S)
-    slowly(monkeypatch, lambda: len(ticks) > 3)
+def test_reading_checkpoints_does_not_block_the_event_loop(saved_run, monkeypatch):
+    """Reading takes minutes for large models; actor supervision must continue."""
+    (make_run, warned), ticks = saved_run, []
+    run = make_run(save_s=HANG_S)
+    delay_search(monkeypatch, lambda: len(ticks) > 3)
 
-    async def beside():
+    async def count_ticks():
         finding = asyncio.create_task(run.newest())
         while not finding.done():
             ticks.append(await asyncio.sleep(0.01))
         return await finding
 
-    place = asyncio.run(beside())
+    place = asyncio.run(count_ticks())
     assert place.step == 1 and len(ticks) > 3
     assert len(warned) == 1 and "damaged checkpoint" in warned[0] and "step_000002" in warned[0]
 
 
-def test_checkpoints_that_are_read_too_slowly_end_the_run_and_lose_no_worker(saved, monkeypatch):
+def test_checkpoints_that_are_read_too_slowly_end_the_run_and_lose_no_worker(saved_run, monkeypatch):
     """A StateLost would restart all workers and read the same files again."""
-    made, warned = saved
-    run, ended = made(save_s=0.5), threading.Event()
-    slowly(monkeypatch, lambda: warned and ended.is_set())
+    make_run, warned = saved_run
+    run, search_ended = make_run(save_s=0.5), threading.Event()
+    delay_search(monkeypatch, lambda: warned and search_ended.is_set())
 
-    async def within():
+    async def search():
         try:
             async with Cluster(fakes.config()).failures_as_state_lost():
                 await run.newest()
         finally:
-            ended.set()
+            search_ended.set()
 
     with pytest.raises(RunEnded, match=r"not finished within 1 s; when it can be read, rerun"):
-        asyncio.run(within())
-    assert len(warned) == 1  # the damaged checkpoint found by then
+        asyncio.run(search())
+    assert len(warned) == 1  # about the damaged checkpoint
 
 
 def test_the_ledger_is_audited_against_the_last_checkpoint_and_a_wrong_one_fails_the_run(tmp_path):
@@ -353,8 +345,8 @@ def test_the_ledger_is_audited_against_the_last_checkpoint_and_a_wrong_one_fails
     job, prompts = fakes.World(), fakes.prompts(26)
     asyncio.run(run(config, job.workers(), prompts, [], job, job))
     ledger = StepLines(tmp_path / LEDGER, keep_through=0)
-    for step, books in job.ledger_entries.items():
-        ledger.add(step, books)
+    for step, entry in job.ledger_entries.items():
+        ledger.add(step, entry)
     for step, progress in job.saved.items():
         last = tmp_path / CHECKPOINTS / f"step_{step:06d}"
         last.mkdir(parents=True)
@@ -369,16 +361,16 @@ def test_the_ledger_is_audited_against_the_last_checkpoint_and_a_wrong_one_fails
     )  # fmt: skip
     totals = audit(finished)
     assert totals.startswith("ledger: ") and not warned
-    whole = (tmp_path / LEDGER).read_text()
+    complete = (tmp_path / LEDGER).read_text()
     uid = job.ledger_entries[6]["trained"][0]
-    (tmp_path / LEDGER).write_text(whole.replace(f'"{uid}"', '"another"'))
+    (tmp_path / LEDGER).write_text(complete.replace(f'"{uid}"', '"another"'))
     with pytest.raises(RunEnded, match=r"^ledger: .*\n.*the ledger does not balance: .*times, expected"):
         audit(finished)
-    (tmp_path / LEDGER).write_text(whole)
+    (tmp_path / LEDGER).write_text(complete)
     (last / "state.json").write_text("{")
     assert audit(finished) == totals
     assert warned.pop().startswith("the ledger cannot be checked: ")
-    for gone in (last, tmp_path / CHECKPOINTS):
-        shutil.rmtree(gone)
+    for directory in (last, tmp_path / CHECKPOINTS):
+        shutil.rmtree(directory)
         assert audit(finished) == totals
         assert "no checkpoint of step 6" in warned.pop()

@@ -1,6 +1,4 @@
-"""Input that cannot be used: one message that says where, what and what to do; exit code 2; nothing
-started.
-"""
+"""Unusable input: one message with where, what and what to do; exit code 2; nothing is started."""
 
 import pytest
 
@@ -18,7 +16,7 @@ from tests.support.tiers import slow_after
 
 
 def refusal(capsys, *overrides, command="train"):
-    """Return the single line on stderr; asserts exit code 2."""
+    """Return the single line on stderr; assert exit code 2."""
     assert main([command, "config.yaml", *overrides]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
@@ -163,7 +161,7 @@ def test_empty_data_are_refused(here, capsys):
 
 
 def test_a_source_too_small_for_the_prompts_of_its_steps_is_refused(here, capsys):
-    """4 a step are 2 of each source."""
+    """Of 4 prompts per step, each source has 2."""
     write("few.jsonl", [{"problem": "1 + 7", "answer": "8"}])
     sources = "data.train=[{path: train.jsonl, weight: 1}, {path: few.jsonl, weight: 1}]"
     error = refusal(capsys, sources, "dynamic_sampling.enabled=true")
@@ -196,8 +194,8 @@ def test_a_run_that_another_process_trains_is_refused(here, capsys, monkeypatch)
     run_dir = here / "runs" / "run"
     run_dir.mkdir(parents=True)
     with alone(run_dir, "here"):
-        told = refusal(capsys, "name=run")
-    assert "runs/run: another process is training this run; wait for it, or choose another `name`" in told
+        message = refusal(capsys, "name=run")
+    assert "runs/run: another process is training this run; wait for it, or choose another `name`" in message
     assert [path.name for path in run_dir.iterdir()] == [".lock"]
 
 
@@ -215,24 +213,24 @@ def test_a_complete_run_without_checkpoints_is_not_begun_again(here, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "check"])
 @pytest.mark.parametrize(
-    ("put", "reason"),
+    ("make", "reason"),
     [
         (lambda model: (model.mkdir(), (model / "card.md").write_text("mine")), "its card.md"),
         (lambda model: model.symlink_to("/tmp"), "it is a link"),
         (lambda model: model.symlink_to("nothing"), "it is a link"),
     ],
 )
-def test_what_the_trained_model_would_replace_is_refused_before_the_run(here, capsys, command, put, reason):
+def test_what_the_trained_model_would_replace_is_refused_before_the_run(here, capsys, command, make, reason):
     (here / "runs/run").mkdir(parents=True)
-    put(here / "runs/run/model")
+    make(here / "runs/run/model")
     assert main([command, "config.yaml"]) == 2
-    told = "".join(capsys.readouterr())
-    assert "runs/run/model is no earlier export" in told and reason in told and "move it away" in told
-    assert "export=false" in told and not (here / "runs/run/metrics.jsonl").exists()
+    output = "".join(capsys.readouterr())
+    assert "runs/run/model is no earlier export" in output and reason in output and "move it away" in output
+    assert "export=false" in output and not (here / "runs/run/metrics.jsonl").exists()
 
 
 def test_an_installation_older_than_its_code_is_refused(here, capsys, monkeypatch):
-    """Seen after the entry point was renamed: each engine started, and failed on its first weights."""
+    """After the entry point was renamed, each engine started, and failed on its first weights."""
     monkeypatch.setattr("grpo_dist.runs.start_checks.entry_points", lambda group: ())
     error = refusal(capsys)
     assert "vllm.general_plugins" in error and "run `make setup`" in error
@@ -247,7 +245,7 @@ def test_check_does_not_train(here, capsys):
 
 
 def test_more_workers_than_the_cluster_has_are_refused_before_a_cold_start(here, capsys):
-    """The refused cold start has so many steps that it would take an hour."""
+    """The refused cold start would take an hour."""
     sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
     message = refusal(capsys, "model.path=sft", sft, "cluster.num_cpus=2", "rollout.num_workers=3")
     assert "`rollout.num_workers` = 3 but the cluster has 2 CPUs" in message and "at most 2" in message
@@ -274,7 +272,7 @@ def test_a_model_of_a_hub_that_a_data_set_could_not_reach_has_the_same_reason(mo
 
 
 def test_a_model_is_looked_at_where_the_cache_cannot_be_written(here, monkeypatch):
-    """As on a login node whose cache belongs to another user. What is right is refused neither."""
+    """As on a login node whose cache belongs to another user. A valid model passes."""
     config, looked = load_config("config.yaml", []), []
 
     def architecture_problems(*_):

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a model: which one a name means, and that its weights are those of the run."""
+"""A run's checkpoint as a model: which one a name resolves to, and that its weights equal the run's."""
 
 import asyncio
 import json
@@ -22,12 +22,12 @@ from tests.support.real_ranks import start
 
 
 def quiet(message):
-    """Ignore the message."""
+    """Drop the message."""
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run with checkpoints of steps 2 and 4, neither of which has a policy."""
+    """A run with checkpoints of steps 2 and 4, both without a policy."""
     monkeypatch.chdir(tmp_path)
     for step in (2, 4):
         checkpoint = tmp_path / f"runs/mine/checkpoints/step_{step:06d}"
@@ -68,17 +68,17 @@ def test_an_evaluation_of_a_checkpoint_has_the_settings_of_its_run(run):
 
 def test_a_resumed_run_begins_with_what_it_began_with_and_says_so(run, tmp_path):
     config = fakes.config(model={"path": "runs/mine@latest"})
-    new, said = tmp_path / "runs/new", []
+    new, messages = tmp_path / "runs/new", []
     new.mkdir()
     old = {"model": {"path": "runs/mine@2"}, "rewards": {"timeout_s": 5.0}}
     (new / "config.yaml").write_text(yaml.safe_dump(old))
-    begun = restore_begun(config, new, said.append)
-    assert begun.model.path == "runs/mine@2"
-    (kept,) = said
-    assert "note: model.path = runs/mine@2: this run reads that checkpoint again when it resumes" in kept
-    assert "grpo-dist export runs/mine@2" in kept
-    restore_begun(config, tmp_path / "runs/other", said.append)
-    assert len(said) == 2
+    restored = restore_begun(config, new, messages.append)
+    assert restored.model.path == "runs/mine@2"
+    (note,) = messages
+    assert "note: model.path = runs/mine@2: this run reads that checkpoint again when it resumes" in note
+    assert "grpo-dist export runs/mine@2" in note
+    restore_begun(config, tmp_path / "runs/other", messages.append)
+    assert len(messages) == 2
 
 
 def test_a_run_keeps_the_checkpoint_that_it_began_with(run, tmp_path):
@@ -91,7 +91,7 @@ def test_a_run_keeps_the_checkpoint_that_it_began_with(run, tmp_path):
     (new / "config.yaml").write_text("model: {path: 'runs/other@2'}\n")
     assert pinned(config, new).model.path == "runs/mine@4"
     assert pinned(fakes.config(), new) == fakes.config()
-    assert pinned(config).model.path == "runs/mine@4"  # a loop of your own has no directory
+    assert pinned(config).model.path == "runs/mine@4"  # a user-written loop has no directory
 
 
 def test_teachers_are_pinned_too(run, tmp_path):
@@ -112,7 +112,7 @@ def test_a_plan_of_a_checkpoint_has_the_sizes_of_the_model_that_its_run_began_wi
 
 
 def test_the_model_has_the_weights_of_the_checkpoint(tiny_model, tmp_path, monkeypatch):
-    """Of ZeRO stage 0, whose file has every parameter under DeepSpeed's name."""
+    """With ZeRO stage 0, whose file has every parameter under its DeepSpeed name."""
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
     config = fakes.config(model={"path": str(tiny_model), "dtype": "float32"})
     trained = write_run(tmp_path / "run", config, tiny_model).state_dict()
@@ -124,7 +124,7 @@ def test_the_model_has_the_weights_of_the_checkpoint(tiny_model, tmp_path, monke
 
 
 def exported(checkpoint, config):
-    """Complete ``checkpoint`` of a run of ``config``, and return the directory of its model."""
+    """Complete a ``checkpoint`` of ``config``, and return the directory of its model."""
     (checkpoint / "config.yaml").write_text(dump_config(config))
     (checkpoint / "state.json").write_text("{}")
     write_manifest(checkpoint)
@@ -133,23 +133,18 @@ def exported(checkpoint, config):
 
 @pytest.mark.machine
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"ranks": 1, "stage": 0},
-        {"ranks": 2, "stage": 3},
-        {"ranks": 2, "stage": 1, "lora": LoRAConfig(rank=4)},
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    {"ranks": 1, "stage": 0}, {"ranks": 2, "stage": 3}, {"ranks": 2, "stage": 1, "lora": LoRAConfig(rank=4)},
+])  # fmt: skip
 def test_the_weights_are_bit_by_bit_those_that_the_run_exports(
-    forked_ranks, tiny_model, tmp_path, monkeypatch, how
+    forked_ranks, tiny_model, tmp_path, monkeypatch, layout
 ):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
     checkpoint = tmp_path / "run/checkpoints/step_000001"
     checkpoint.mkdir(parents=True)
 
     async def trained():
-        group = start(tiny_model, **how)
+        group = start(tiny_model, **layout)
         await group.ready()
         await group.update(group.stage([made_groups.batch(seed=1)]))
         await group.save(checkpoint / "policy")
@@ -158,13 +153,13 @@ def test_the_weights_are_bit_by_bit_those_that_the_run_exports(
 
     asyncio.run(trained())
     config = fakes.config(
-        model={"path": str(tiny_model), "dtype": "float32"}, policy={"lora": how.get("lora")}
+        model={"path": str(tiny_model), "dtype": "float32"}, policy={"lora": layout.get("lora")}
     )
     directory = exported(checkpoint, config)
-    files = ["model.safetensors"] + (["adapter/adapter_model.safetensors"] if "lora" in how else [])
+    files = ["model.safetensors"] + (["adapter/adapter_model.safetensors"] if "lora" in layout else [])
     before = load_file(tiny_model / "model.safetensors")
     for file in files:
-        ours, theirs = load_file(directory / file), load_file(tmp_path / "exported" / file)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
-        assert any(n not in before or not torch.equal(before[n], t) for n, t in ours.items())
+        actual, expected = load_file(directory / file), load_file(tmp_path / "exported" / file)
+        assert actual.keys() == expected.keys() and all(torch.equal(actual[n], expected[n]) for n in expected)
+        assert any(n not in before or not torch.equal(before[n], t) for n, t in actual.items())
     assert json.loads((directory / "config.json").read_text())["model_type"] == "qwen2"

@@ -11,7 +11,7 @@ from tests.support import fakes
 
 
 class Exports:
-    """A policy and a tracker."""
+    """Stands in for the policy and the tracker."""
 
     def __init__(self):
         self.warnings = []
@@ -24,16 +24,16 @@ class Exports:
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_what_came_into_the_place_of_the_model_during_the_run_is_kept(tmp_path, linked):
+def test_what_replaced_the_model_during_the_run_is_kept(tmp_path, linked):
     if linked:
         (tmp_path / "model").symlink_to("nothing")
     else:
         (tmp_path / "model").mkdir()
         (tmp_path / "model/model-q4.gguf").write_text("kept")
-    ours = Exports()
+    fake = Exports()
     inputs = SimpleNamespace(model_dir=Path("start"))
-    run = SimpleNamespace(config=fakes.config(), directory=tmp_path, tracker=ours, inputs=inputs)
-    asyncio.run(_finish(run, SimpleNamespace(policy=ours)))
-    kept = tmp_path / "model.old-1"
-    assert kept.is_symlink() if linked else (kept / "model-q4.gguf").read_text() == "kept"
-    assert (tmp_path / "model").is_dir() and f"it is now {kept}" in ours.warnings[0]
+    run = SimpleNamespace(config=fakes.config(), directory=tmp_path, tracker=fake, inputs=inputs)
+    asyncio.run(_finish(run, SimpleNamespace(policy=fake)))
+    backup = tmp_path / "model.old-1"
+    assert backup.is_symlink() if linked else (backup / "model-q4.gguf").read_text() == "kept"
+    assert (tmp_path / "model").is_dir() and f"it is now {backup}" in fake.warnings[0]

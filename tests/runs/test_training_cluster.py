@@ -1,4 +1,4 @@
-"""Four verbs for a loop of the caller's own: the numbers of the driver's, and clear errors. Fake workers."""
+"""The verbs of a user-written loop give the numbers of `train()`, and clear errors. Fake workers."""
 
 import asyncio
 import dataclasses
@@ -22,7 +22,6 @@ from tests.support.fakes import Probed
 from tests.support.patience import HANG_S
 
 PROMPTS = fakes.prompts(40)
-SOURCES = {"train": [{"path": "demo:add3"}]}
 
 
 class FakeActors:
@@ -44,13 +43,13 @@ class FakeActors:
 
 @pytest.fixture
 def started(monkeypatch):
-    """Return a function that returns a cluster of ``world``."""
+    """Return a function that opens a cluster on ``world``."""
 
     def start(world, config, reference=False):
-        held = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in PROMPTS[:2]])]
+        eval_sets = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in PROMPTS[:2]])]
         actors = FakeActors(world, reference)
-        made = RunInputs(Path(), PROMPTS, held), actors
-        monkeypatch.setattr(training_cluster.TrainingCluster, "_load_inputs", lambda _: made)
+        inputs = RunInputs(Path(), PROMPTS, eval_sets), actors
+        monkeypatch.setattr(training_cluster.TrainingCluster, "_load_inputs", lambda _: inputs)
         world.actors = actors
         return grpo_dist.cluster(config)
 
@@ -58,12 +57,12 @@ def started(monkeypatch):
 
 
 def default_loop(cluster):
-    found = []
+    logged = []
     for prompts in cluster.batches():
         groups = cluster.score(cluster.sample(prompts))
         metrics = cluster.update(groups)
-        found.append(metrics | cluster.sync())
-    return found
+        logged.append(metrics | cluster.sync())
+    return logged
 
 
 @pytest.mark.parametrize(
@@ -73,35 +72,35 @@ def test_the_default_loop_has_the_numbers_of_train(started, changes):
     if "data" in changes:
         changes = {"data": {"train": [{"path": "demo:add3"}], "order": changes["data"]}}
     config, reference = fakes.config(**changes), "algorithm" in changes
-    theirs, ours = fakes.World(jitter=False), fakes.World(jitter=False)
-    asyncio.run(run(config, theirs.workers(reference), PROMPTS, [], theirs, theirs))
-    with started(ours, config, reference) as cluster:
-        found = default_loop(cluster)
-    assert ours.sampled == theirs.sampled and ours.kl_coefs == theirs.kl_coefs
-    assert [e for e in ours.events if "update" in e] == [e for e in theirs.events if "update" in e]
-    for mine, batches in zip(ours.updates, theirs.updates, strict=True):
-        for one, other in zip(mine, batches, strict=True):
+    train, looped = fakes.World(jitter=False), fakes.World(jitter=False)
+    asyncio.run(run(config, train.workers(reference), PROMPTS, [], train, train))
+    with started(looped, config, reference) as cluster:
+        logged = default_loop(cluster)
+    assert looped.sampled == train.sampled and looped.kl_coefs == train.kl_coefs
+    assert [e for e in looped.events if "update" in e] == [e for e in train.events if "update" in e]
+    for updates, batches in zip(looped.updates, train.updates, strict=True):
+        for one, other in zip(updates, batches, strict=True):
             assert one.policy.advantages.equal(other.policy.advantages) and one.tokens.equal(other.tokens)
-    assert len(found) == 6
-    for step, metrics in enumerate(found, start=1):
-        known = {k: v for k, v in theirs.logged[step].items() if not k.startswith(("time/", "throughput/"))}
-        del known["group/extra_prompts"]  # of dynamic sampling
-        assert known == pytest.approx({k: metrics[k] for k in known}, abs=0, rel=0, nan_ok=True)
-    assert ours.actors.ended
+    assert len(logged) == 6
+    for step, metrics in enumerate(logged, start=1):
+        expected = {k: v for k, v in train.logged[step].items() if not k.startswith(("time/", "throughput/"))}
+        del expected["group/extra_prompts"]  # dynamic sampling, in `train` only
+        assert expected == pytest.approx({k: metrics[k] for k in expected}, abs=0, rel=0, nan_ok=True)
+    assert looped.actors.ended
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [0]), (2, [0, 2, 4])])
 def test_engines_are_probed_after_the_first_sync_and_then_every_n_steps(started, every, expected):
     world = Probed(("rollout-0", "rollout-1"))
     with started(world, fakes.config(steps=5, weight_sync={"probe_every": every})) as cluster:
-        found = default_loop(cluster)
+        logged = default_loop(cluster)
     assert world.probed == {version: ["rollout-0", "rollout-1"] for version in expected}
-    assert [version for version, m in enumerate(found) if "probe/logprob_diff_mean" in m] == expected
+    assert [version for version, m in enumerate(logged) if "probe/logprob_diff_mean" in m] == expected
 
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_an_engine_that_differs_stops_the_loop_with_the_message_of_train(started, first):
-    """From the first sync on, or from a later one. The update is not made."""
+    """From the first sync or from a later one. The update is not made."""
 
     class Wrong(Probed):
         async def push(self, version):
@@ -109,16 +108,16 @@ def test_an_engine_that_differs_stops_the_loop_with_the_message_of_train(started
             return await super().push(version)
 
     config = fakes.config(steps=5, weight_sync={"probe_every": 2})
-    theirs, ours = Wrong(), Wrong()
+    trained, looped = Wrong(), Wrong()
     if first == 0:
-        theirs.error["rollout-0"] = 0.25  # the caller of `run` has made the first push
+        trained.error["rollout-0"] = 0.25  # the first push comes before `run`
     with pytest.raises(Unhealthy) as expected:
-        asyncio.run(run(config, theirs.workers(), PROMPTS, [], theirs, theirs))
-    with pytest.raises(Unhealthy) as stop, started(ours, config) as cluster:
+        asyncio.run(run(config, trained.workers(), PROMPTS, [], trained, trained))
+    with pytest.raises(Unhealthy) as stop, started(looped, config) as cluster:
         default_loop(cluster)
     assert str(stop.value) == str(expected.value)
     assert f"not the same model at version {first}" in str(stop.value)
-    assert len(ours.updates) == first and ours.actors.ended
+    assert len(looped.updates) == first and looped.actors.ended
 
 
 def test_samples_of_another_call_in_the_same_step_are_others(started):
@@ -127,65 +126,56 @@ def test_samples_of_another_call_in_the_same_step_are_others(started):
         assert next(cluster.batches()) == prompts  # until the update
         first, second = cluster.sample(prompts), cluster.sample(prompts, samples=3)
         assert [len(group.rollouts) for group in (*first, *second)] == [2] * 4 + [3] * 4
-        seeds = [seed for uid, own, _ in world.sampled if uid == prompts[0].uid for seed in own]
+        seeds = [seed for uid, call_seeds, _ in world.sampled if uid == prompts[0].uid for seed in call_seeds]
         assert len(set(seeds)) == 5
 
 
 def test_advantages_of_the_caller_are_used_as_they_are(started):
-    with started(
-        world := fakes.World(jitter=False), fakes.config(algorithm={"skip_idle_rows": False}, max_staleness=1)
-    ) as cluster:
+    config = fakes.config(algorithm={"skip_idle_rows": False}, max_staleness=1)
+    with started(world := fakes.World(jitter=False), config) as cluster:
         groups = cluster.score(cluster.sample(next(cluster.batches())))
         cluster.update(groups, advantages=[[0.25 + i, -2.0] for i in range(4)])
         (batch,) = world.updates[0]
-        taken = batch.policy.advantages.numpy()[batch.policy.mask.numpy()].reshape(
-            4, 2, 2
-        )  # two tokens a sample
-        assert taken.tolist() == [[[0.25 + i] * 2, [-2.0] * 2] for i in range(4)]
+        advantages = batch.policy.advantages.numpy()[batch.policy.mask.numpy()]
+        advantages = advantages.reshape(4, 2, 2)  # two tokens per sample
+        assert advantages.tolist() == [[[0.25 + i] * 2, [-2.0] * 2] for i in range(4)]
         with pytest.raises(UserError, match=r"shapes \[\(3,\)\]; expected .* \[\(2,\)\]"):
             cluster.update(groups[:1], advantages=[np.zeros(3)])
         with pytest.raises(UserError, match="NaN"):
             cluster.update(groups[:1], advantages=[np.array([0.0, np.nan])])
 
 
-def test_advantages_of_the_caller_are_refused_where_they_replace_those_of_a_teacher(started):
-    distillation = {"teachers": [{"name": "t", "model": "reference"}]}
-    for kl in ("advantage", "sampled"):
-        config = fakes.config(distillation=distillation | {"kl": kl})
-        with started(world := fakes.World(jitter=False), config, reference=True) as cluster:
-            groups = cluster.score(cluster.sample(next(cluster.batches())))
-            own = [np.array([1.0, -1.0])] * 4
-            if kl == "advantage":
-                with pytest.raises(UserError, match=r"`distillation\.kl` to sampled"):
-                    cluster.update(groups, advantages=own)
-                cluster.update(groups)
-            else:
-                cluster.update(groups, advantages=own)
-                assert world.updates[0][0].teacher.mask.any()
+TEACHERS, KL = [{"name": "t", "model": "reference"}], {"coef": 0.5}
 
 
-def test_advantages_of_the_caller_are_refused_where_they_replace_the_kl_in_the_reward(started):
-    for in_reward in (True, False):
-        config = fakes.config(algorithm={"kl": {"coef": 0.5, "in_reward": in_reward}})
-        with started(world := fakes.World(jitter=False), config, reference=True) as cluster:
-            groups = cluster.score(cluster.sample(next(cluster.batches())))
-            own = [np.array([1.0, -1.0])] * 4
-            if in_reward:
-                with pytest.raises(UserError, match=r"`algorithm\.kl\.in_reward` = true.*set it to false"):
-                    cluster.update(groups, advantages=own)
-                cluster.update(groups)
-            else:
-                cluster.update(groups, advantages=own)
-            assert world.updates[0][0].policy.ref_logprobs is not None
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"distillation": {"teachers": TEACHERS, "kl": "advantage"}}, r"`distillation\.kl` to sampled"),
+    ({"distillation": {"teachers": TEACHERS, "kl": "sampled"}}, None),
+    ({"algorithm": {"kl": KL | {"in_reward": True}}}, r"`algorithm\.kl\.in_reward` = true.*set it to false"),
+    ({"algorithm": {"kl": KL | {"in_reward": False}}}, None),
+])  # fmt: skip
+def test_advantages_of_the_caller_are_refused_where_teacher_or_kl_is_part_of_them(started, settings, message):
+    with started(world := fakes.World(jitter=False), fakes.config(**settings), reference=True) as cluster:
+        groups = cluster.score(cluster.sample(next(cluster.batches())))
+        advantages = [np.array([1.0, -1.0])] * 4
+        if message:
+            with pytest.raises(UserError, match=message):
+                cluster.update(groups, advantages=advantages)
+        cluster.update(groups, advantages=None if message else advantages)
+        (batch,) = world.updates[0]
+        if "algorithm" in settings:
+            assert batch.policy.ref_logprobs is not None
+        elif not message:
+            assert batch.teacher.mask.any()
 
 
 def test_advantages_of_the_caller_do_not_pass_a_bound_of_health(started):
-    """They stand in for the signal of rewards, not for a sound batch."""
+    """They replace the reward signal, not the health checks of the batch."""
 
     class Cut(fakes.World):
         async def sample(self, prompt, **settings):
-            whole = await super().sample(prompt, **settings)
-            return tuple(dataclasses.replace(rollout, finish_reason="length") for rollout in whole)
+            rollouts = await super().sample(prompt, **settings)
+            return tuple(dataclasses.replace(rollout, finish_reason="length") for rollout in rollouts)
 
     world = Cut(jitter=False)
     with started(world, fakes.config(health={"action": "skip", "truncated_above": 0.5})) as cluster:
@@ -195,15 +185,15 @@ def test_advantages_of_the_caller_do_not_pass_a_bound_of_health(started):
 
 
 def test_prompts_of_the_callers_own_leave_the_pools_as_they_are(started):
-    config = fakes.config(data={**SOURCES, "order": "pools"})
+    config = fakes.config(data={"train": [{"path": "demo:add3"}], "order": "pools"})
     with started(fakes.World(jitter=False), config) as cluster:
-        own = [dataclasses.replace(p, uid=f"own {p.uid}") for p in PROMPTS[:4]]
-        cluster.update(cluster.score(cluster.sample(own)))
+        prompts = [dataclasses.replace(p, uid=f"own {p.uid}") for p in PROMPTS[:4]]
+        cluster.update(cluster.score(cluster.sample(prompts)))
         assert cluster.step == 1
 
 
 def test_an_open_cluster_is_not_opened_again(started):
-    """The first one's workers would be out of reach, and hold their GPUs."""
+    """The workers of the first would be unreachable, and keep their GPUs."""
     with started(world := fakes.World(jitter=False), fakes.config()) as cluster:
         with pytest.raises(UserError, match="the cluster is open already"):
             cluster.open()
@@ -249,12 +239,12 @@ def test_the_verbs_work_inside_a_running_event_loop_and_from_several_threads(sta
     async def notebook():
         with started(fakes.World(), fakes.config(max_staleness=1)) as cluster:
             prompts = next(cluster.batches())
-            groups, found = cluster.score(cluster.sample(prompts)), []
-            ahead = threading.Thread(target=lambda: found.append(cluster.sample(cluster.prompts[:4])))
+            groups, sampled = cluster.score(cluster.sample(prompts)), []
+            ahead = threading.Thread(target=lambda: sampled.append(cluster.sample(cluster.prompts[:4])))
             ahead.start()
             cluster.update(groups)
             ahead.join()
-            assert len(found[0]) == 4
+            assert len(sampled[0]) == 4
             return cluster.evaluate()
 
     assert "eval/held/pass@1" in asyncio.run(notebook())
@@ -263,15 +253,15 @@ def test_the_verbs_work_inside_a_running_event_loop_and_from_several_threads(sta
 def test_samples_of_a_call_that_an_update_overtakes_have_the_seeds_of_the_step_it_began_in(
     started, monkeypatch
 ):
-    """The caller's other thread may end an update after `sample` has counted and before its tasks begin."""
-    world, within = fakes.World(jitter=False), Verbs._within
+    """Another thread of the caller may end an update after `sample` counts and before its tasks begin."""
+    world, original = fakes.World(jitter=False), Verbs._within
     overtaken = []
 
     async def slow(verbs, done, work):
         if overtaken:
             overtaken.clear()
             verbs.step, verbs._samples_drawn = verbs.step + 1, Counter()  # as `update` does at its end
-        return await within(verbs, done, work)
+        return await original(verbs, done, work)
 
     monkeypatch.setattr(Verbs, "_within", slow)
     with started(world, fakes.config(max_staleness=1)) as cluster:
@@ -286,7 +276,7 @@ def test_samples_of_a_call_that_an_update_overtakes_have_the_seeds_of_the_step_i
 
 
 def test_a_call_that_is_open_when_the_block_ends_raises(started):
-    """Of another thread, which would wait for ever."""
+    """A call of another thread, which would wait forever."""
     waits = threading.Event()
 
     class Slow(fakes.World):
@@ -317,11 +307,11 @@ def test_a_call_that_is_open_when_the_block_ends_raises(started):
         loop.run(asyncio.sleep(0))
 
 
-def interrupted_update(cluster, groups, begun, monkeypatch, advantages=None):
-    """Call `update`, and press Ctrl-C once the ranks have ``begun``."""
+def interrupted_update(cluster, groups, update_begun, monkeypatch, advantages=None):
+    """Call `update`, and press Ctrl-C after ``update_begun``."""
 
     def interrupt(future):
-        assert begun.wait(HANG_S)
+        assert update_begun.wait(HANG_S)
         future.cancel()
         raise KeyboardInterrupt
 
@@ -330,41 +320,41 @@ def interrupted_update(cluster, groups, begun, monkeypatch, advantages=None):
         cluster.update(groups, advantages=advantages)
 
 
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("repeats", [True, False])
 @pytest.mark.parametrize("first", [0.5, None])
-def test_an_interrupted_update_is_made_once_and_synced_whole(started, monkeypatch, again, first):
-    """Ctrl-C in a notebook, then the same cell with advantages that were edited in place, or the next one."""
-    begun, go_on, asked = threading.Event(), threading.Event(), []
+def test_an_interrupted_update_is_made_once_and_synced_whole(started, monkeypatch, repeats, first):
+    """Ctrl-C in a notebook, then the same cell with advantages edited in place, or the next cell."""
+    update_begun, may_end, calls = threading.Event(), threading.Event(), []
 
     class Slow(fakes.World):
         async def update(self, *arguments, **settings):
-            asked.append(self.version)
-            begun.set()
-            while not go_on.is_set():
+            calls.append(self.version)
+            update_begun.set()
+            while not may_end.is_set():
                 await asyncio.sleep(0.01)
             return await super().update(*arguments, **settings)
 
     with started(world := Slow(jitter=False), fakes.config(max_staleness=1)) as cluster:
         groups = cluster.score(cluster.sample(next(cluster.batches())))
-        own = first and [np.full(len(scored.group.rollouts), first, np.float32) for scored in groups]
-        interrupted_update(cluster, groups, begun, monkeypatch, own)
+        advantages = first and [np.full(len(scored.group.rollouts), first, np.float32) for scored in groups]
+        interrupted_update(cluster, groups, update_begun, monkeypatch, advantages)
         assert cluster.step == 0
-        for values in own or ():
+        for values in advantages or ():
             values[:] = 0.25
-        threading.Timer(0.1, go_on.set).start()
-        if again:
-            with pytest.raises(UserError, match=r"of these groups was interrupted.*sample again"):
-                cluster.update(groups, advantages=own)
+        threading.Timer(0.1, may_end.set).start()
+        if repeats:
+            with pytest.raises(UserError, match=r"an earlier call has trained on these groups.*sample again"):
+                cluster.update(groups, advantages=advantages)
         cluster.sync()
         assert world.version == cluster.step == len(world.updates) == 1
-        used = {float(x) for batch in world.updates[0] for x in batch.policy.advantages[batch.policy.mask]}
-        assert (used == {first}) == (first is not None)
+        trained = {float(x) for batch in world.updates[0] for x in batch.policy.advantages[batch.policy.mask]}
+        assert (trained == {first}) == (first is not None)
         assert cluster.update(groups)["rollout/staleness_max"] == 1.0  # another update
-    assert len(world.updates) == 2 and asked == [0, 1]
+    assert len(world.updates) == 2 and calls == [0, 1]
 
 
 class Held(fakes.World):
-    """Each update waits for a permission of its own. ``fails``: the first ends with an error."""
+    """Each update waits for its permission. ``fails``: the first one raises."""
 
     def __init__(self, fails=False):
         super().__init__(jitter=False)
@@ -383,29 +373,29 @@ class Held(fakes.World):
 @pytest.mark.parametrize("order", ["epochs", "pass_rate"])
 def test_a_thread_that_samples_during_an_update_gets_the_prompts_of_the_next_step(started, order):
     config = fakes.config(steps=10, max_staleness=1, data={"train": [{"path": "demo:add3"}], "order": order})
-    theirs = fakes.World(jitter=False)
-    asyncio.run(run(config, theirs.workers(), PROMPTS, [], theirs, theirs))
+    trained = fakes.World(jitter=False)
+    asyncio.run(run(config, trained.workers(), PROMPTS, [], trained, trained))
     sampled = []
-    with started(ours := Held(), config) as cluster:
+    with started(looped := Held(), config) as cluster:
         batches = cluster.batches()
         sampled.append(cluster.sample(next(batches)))
         while cluster.step < config.steps:
             groups = cluster.score(sampled[-1])
             updates = threading.Thread(target=cluster.update, args=(groups,))
             updates.start()
-            assert ours.begun.acquire(timeout=HANG_S)
+            assert looped.begun.acquire(timeout=HANG_S)
             if (prompts := next(batches, None)) is not None:
                 assert next(cluster.batches()) == prompts  # until its own update
                 sampled.append(cluster.sample(prompts))
-            ours.allowed.release()
+            looped.allowed.release()
             updates.join()
             cluster.sync()
         assert next(cluster.batches(), None) is None
-    found = [sorted(group.prompt.uid for group in groups) for groups in sampled]
-    uids = [uid for uid, _, _ in theirs.sampled]
-    assert found == [sorted(uids[at : at + 4]) for at in range(0, 40, 4)]
+    uid_batches = [sorted(group.prompt.uid for group in groups) for groups in sampled]
+    uids = [uid for uid, _, _ in trained.sampled]
+    assert uid_batches == [sorted(uids[i : i + 4]) for i in range(0, 40, 4)]
     if order == "epochs":
-        assert sorted(uid for uids in found for uid in uids) == sorted(prompt.uid for prompt in PROMPTS)
+        assert sorted(uid for uids in uid_batches for uid in uids) == sorted(p.uid for p in PROMPTS)
 
 
 def test_the_prompts_of_an_update_that_failed_are_those_of_the_next(started):
@@ -419,42 +409,43 @@ def test_the_prompts_of_an_update_that_failed_are_those_of_the_next(started):
 
 
 def test_an_update_that_runs_when_the_block_ends_ends_with_it(started, monkeypatch):
-    begun, ended = threading.Event(), []
+    update_begun, update_ended = threading.Event(), []
 
     class Stuck(fakes.World):
         async def update(self, *_, **__):
-            begun.set()
+            update_begun.set()
             try:
                 await asyncio.sleep(HANG_S)
             finally:
-                ended.append(True)
+                update_ended.append(True)
 
     with started(world := Stuck(jitter=False), fakes.config()) as cluster:
         groups = cluster.score(cluster.sample(next(cluster.batches())))
-        interrupted_update(cluster, groups, begun, monkeypatch)
-    assert ended and world.actors.ended
+        interrupted_update(cluster, groups, update_begun, monkeypatch)
+    assert update_ended and world.actors.ended
 
 
 class Flaky(fakes.World):
-    """Gives up a sample of p3, and all but one of p5 in its first draw."""
+    """Loses a sample of p3, and all but one of p5 in its first draw."""
 
     async def sample(self, prompt, *, seeds, sampling):
-        found = await super().sample(prompt, seeds=seeds, sampling=sampling)
+        samples = await super().sample(prompt, seeds=seeds, sampling=sampling)
         first = [uid for uid, _, _ in self.sampled].count(prompt.uid) == 1
-        found = found[:-1] if prompt.uid == "p3" else found[:1] if prompt.uid == "p5" and first else found
-        if len(found) < sampling.least:
-            raise SamplesFailed(f"{len(found)} of {len(seeds)} samples of {prompt.uid}")
-        return found
+        if prompt.uid == "p3" or (prompt.uid == "p5" and first):
+            samples = samples[:-1] if prompt.uid == "p3" else samples[:1]
+        if len(samples) < sampling.least:
+            raise SamplesFailed(f"{len(samples)} of {len(seeds)} samples of {prompt.uid}")
+        return samples
 
 
 def test_groups_that_lack_samples_are_those_of_train(started):
     config = fakes.config(steps=10, batch={"samples_per_prompt": 4, "prompts_per_step": 4})
-    theirs, ours = Flaky(jitter=False), Flaky(jitter=False)
-    asyncio.run(run(config, theirs.workers(), PROMPTS, [], theirs, theirs))
-    with started(ours, config) as cluster:
+    trained, looped = Flaky(jitter=False), Flaky(jitter=False)
+    asyncio.run(run(config, trained.workers(), PROMPTS, [], trained, trained))
+    with started(looped, config) as cluster:
         default_loop(cluster)
-    assert ours.sampled == theirs.sampled and len(ours.sampled) == 41
-    assert len(ours.updates) == len(theirs.updates) == 10
+    assert looped.sampled == trained.sampled and len(looped.sampled) == 41
+    assert len(looped.updates) == len(trained.updates) == 10
 
 
 def test_a_group_that_is_drawn_again_shares_no_sample_with_another_call(started):
@@ -464,19 +455,19 @@ def test_a_group_that_is_drawn_again_shares_no_sample_with_another_call(started)
         for samples in (None, 1):
             cluster.sample(prompt, samples=samples)
     assert [seeds for _, seeds, _ in world.sampled] == [
-        tuple(request_seeds(0, 0, "p5", own)) for own in (range(4), range(4, 8), range(8, 9))
+        tuple(request_seeds(0, 0, "p5", indices)) for indices in (range(4), range(4, 8), range(8, 9))
     ]
 
 
 def test_samples_that_are_lost_before_the_caller_has_them_are_drawn_again(started):
     class Lost(fakes.World):
         async def sample(self, prompt, **settings):
-            found = await super().sample(prompt, **settings)
+            rollouts = await super().sample(prompt, **settings)
 
             async def reference():
                 if len(self.sampled) == 1:
                     raise SamplesLost("a node is lost")
-                return found
+                return rollouts
 
             return reference()
 
@@ -512,36 +503,33 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(started, tmp_path):
         async def export(self, directory, *, tokenizer_dir):
             self.events.append(f"export {directory.name}")
 
-    def made(name, **files):
+    def make_directory(name, **files):
         (tmp_path / name).mkdir()
         for file, text in files.items():
             (tmp_path / name / file.replace("_json", ".json")).write_text(text)
         return tmp_path / name
 
-    known = '{"model_type": "qwen2"}'
-    model, empty, link = (
-        made("model", config_json=known, tokenizer_json="{}"),
-        made("empty"),
-        tmp_path / "link",
-    )
+    model_config = '{"model_type": "qwen2"}'
+    model = make_directory("model", config_json=model_config, tokenizer_json="{}")
+    empty, link = make_directory("empty"), tmp_path / "link"
     link.symlink_to(model)
     (model / ".export.json").write_text('{"files": ["config.json", "tokenizer.json"]}')
     (model / "adapter").mkdir()
     (file := tmp_path / "file").write_text("kept")
     refused = {
-        made("results", notes="kept"): "no export wrote its notes",
-        made("thesis", config_json=known): "no export wrote its config.json",
+        make_directory("results", notes="kept"): "no export wrote its notes",
+        make_directory("thesis", config_json=model_config): "no export wrote its config.json",
         file: "it is a file",
         link: "it is a link",
     }
-    (linked := made("linked")).joinpath("model.safetensors").symlink_to(file)
+    (linked := make_directory("linked")).joinpath("model.safetensors").symlink_to(file)
     refused[linked] = "its model.safetensors"
     with started(world := Exporting(jitter=False), fakes.config()) as cluster:
-        for other, reason in refused.items():
-            with pytest.raises(UserError, match=rf"{other.name} is no earlier export \(.*{reason}"):
-                cluster.export(other)
-        for fitting in (model, empty, tmp_path / "new" / "model"):
-            cluster.export(fitting)
+        for directory, reason in refused.items():
+            with pytest.raises(UserError, match=rf"{directory.name} is no earlier export \(.*{reason}"):
+                cluster.export(directory)
+        for directory in (model, empty, tmp_path / "new" / "model"):
+            cluster.export(directory)
     assert [e for e in world.events if "export" in e] == ["export model", "export empty", "export model"]
 
 
@@ -562,7 +550,7 @@ def test_workers_end_when_the_loop_fails_or_its_start_does(started):
 
 
 def test_settings_that_only_train_follows_are_refused():
-    with pytest.raises(UserError, match=r"`dynamic_sampling\.enabled` is followed by train\(\) alone"):
+    with pytest.raises(UserError, match=r"`dynamic_sampling\.enabled` is supported by train\(\) alone"):
         grpo_dist.cluster(fakes.config(dynamic_sampling={"enabled": True}))
-    with pytest.raises(UserError, match=r"`health\.action: rollback` is followed by train\(\) alone"):
+    with pytest.raises(UserError, match=r"`health\.action: rollback` is supported by train\(\) alone"):
         grpo_dist.cluster(fakes.config(health={"action": "rollback"}))

@@ -1,10 +1,9 @@
-"""Own pieces are tried before a run: a wrong result, a hang and an unknown argument are refused there."""
+"""User code is tried before a run, which refuses wrong results, hangs and unknown arguments."""
 
 import asyncio
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from grpo_dist.config.data import UserOrderConfig
@@ -31,7 +30,7 @@ from grpo_dist.tools.check import run_checks
 from tests.support import fakes
 from tests.support.patience import HANG_S, longer
 
-PIECES = """
+CODE = """
 import itertools, time, sys
 
 CALLS = itertools.count()
@@ -105,11 +104,11 @@ async def retold(token_ids, generate):
 
 @pytest.fixture
 def code(tmp_path):
-    (tmp_path / "tried_pieces.py").write_text(PIECES)
+    (tmp_path / "tried_pieces.py").write_text(CODE)
     return str(tmp_path)
 
 
-def piece(kind, name, **kwargs):
+def component(kind, name, **kwargs):
     return UserComponent(kind, f"tried_pieces:{name}", kind.key, kwargs)
 
 
@@ -124,31 +123,26 @@ class Plain:
 WRONG = [
     (LOSS, "batch_mean", {}, "gives other results when the rows are split"),
     (LOSS, "detached", {}, "has no gradient"),
-    (
-        LOSS,
-        "good",
-        {"gamma": 1},
-        "`algorithm.loss.kwargs.gamma`: .* no such argument; it takes beta",
-    ),
+    (LOSS, "good", {"gamma": 1}, "`algorithm.loss.kwargs.gamma`: .* no such argument; it takes beta"),
     (LOSS, "good", {"beta": "2"}, "`algorithm.loss.kwargs.beta`: .* expects float, and str is given"),
     (AGGREGATION, "mean_of_means", {}, "gives other results when the rows are split"),
     (ADVANTAGE, "asks", {}, r"needs `difficulty`, which is no input of its kind \(rewards, group_ids"),
     (ADVANTAGE, "per_group", {}, r"returned shape \[2\]; expected \[8\]"),
-    (ADVANTAGE, "leaves", {}, r"small made input \(SystemExit: 3 \(/.*/tried_pieces\.py:\d+ in leaves\)\)"),
+    (ADVANTAGE, "leaves", {}, r"small test input \(SystemExit: 3 \(/.*/tried_pieces\.py:\d+ in leaves\)\)"),
     (KL, "nan_kl", {}, "is not finite"),
-    (LOSS, "looks_up", {}, r"small made input \(KeyError: .*row 7.*\(/.*/tried_pieces\.py:\d+ in looks_up\)"),
-    (ADVANTAGE, "divides", {}, r"made input \(ZeroDivisionError: .* \(/.*/tried_pieces\.py:\d+ in divides\)"),
-    (METRIC, "text", {}, "could not convert string to float|fails on a small made input"),
+    (LOSS, "looks_up", {}, r"small test input \(KeyError: .*row 7.*\(/.*/tried_pieces\.py:\d+ in looks_up\)"),
+    (ADVANTAGE, "divides", {}, r"test input \(ZeroDivisionError: .* \(/.*/tried_pieces\.py:\d+ in divides\)"),
+    (METRIC, "text", {}, "could not convert string to float|fails on a small test input"),
     (ORDER, "any_order", {}, "gives two answers to the same inputs"),
     (ORDER, "too_few", {}, "returned 2 indices with 1 different ones; expected 2 different ones of 0 to 5"),
     (SINK, "HalfSink", {}, "has no method `table`"),
-    (ROLLOUT, "retold", {}, "was not generated behind the prompt and the parts before it"),
+    (ROLLOUT, "retold", {}, "was not generated after the prompt and the parts before it"),
 ]
 
 
-@pytest.mark.parametrize("found", [None, [0.9, 1.9], 2])
-def test_an_order_that_returns_no_indices_is_refused_by_name(tmp_path, found):
-    (tmp_path / "late_order.py").write_text(f"def order(prompts, count):\n    return {found}\n")
+@pytest.mark.parametrize("result", [None, [0.9, 1.9], 2])
+def test_an_order_that_returns_no_indices_is_refused_by_name(tmp_path, result):
+    (tmp_path / "late_order.py").write_text(f"def order(prompts, count):\n    return {result}\n")
     inputs = OrderInputs(7, 2, fakes.prompts(4), {}, 0)
     with pytest.raises(ValueError, match=r"late_order:order returned .*expected 2 different indices"):
         chosen("late_order:order", [str(tmp_path)], {}, inputs)
@@ -156,26 +150,25 @@ def test_an_order_that_returns_no_indices_is_refused_by_name(tmp_path, found):
 
 @pytest.mark.parametrize(("kind", "name", "kwargs", "message"), WRONG)
 def test_a_piece_that_cannot_be_used_is_refused(code, kind, name, kwargs, message):
-    own = piece(kind, name, **kwargs)
-    (problem,) = user_code_problems([own], [code], Plain())
+    (problem,) = user_code_problems([component(kind, name, **kwargs)], [code], Plain())
     assert problem.startswith(f"`{kind.key}` = tried_pieces:{name}")
     with pytest.raises(ValueError, match=message):
         raise ValueError(problem)
 
 
 def test_a_good_piece_passes_and_every_problem_is_reported(code):
-    pieces = [piece(LOSS, "good", beta=2), piece(LOSS, "detached"), piece(KL, "nan_kl")]
-    assert len(list(user_code_problems(pieces, [code]))) == 2
+    components = [component(LOSS, "good", beta=2), component(LOSS, "detached"), component(KL, "nan_kl")]
+    assert len(list(user_code_problems(components, [code]))) == 2
 
 
-def test_an_argument_of_a_source_s_own_loss_is_named_by_the_key_of_the_source(code):
-    own = replace(piece(LOSS, "good", gamma=1), key="data.train.1.algorithm.loss")
-    (problem,) = user_code_problems([own], [code])
+def test_an_argument_of_a_loss_of_one_source_is_named_by_the_key_of_the_source(code):
+    source_loss = replace(component(LOSS, "good", gamma=1), key="data.train.1.algorithm.loss")
+    (problem,) = user_code_problems([source_loss], [code])
     assert "`data.train.1.algorithm.loss.kwargs.gamma`: " in problem
 
 
 def test_a_value_that_does_not_fit_is_not_shown(code):
-    (problem,) = user_code_problems([piece(LOSS, "good", api_key="sk-very-secret-123")], [code])
+    (problem,) = user_code_problems([component(LOSS, "good", api_key="sk-very-secret-123")], [code])
     assert "algorithm.loss.kwargs.api_key" in problem and "sk-very" not in problem
 
 
@@ -184,43 +177,42 @@ def test_check_tries_own_code_and_names_the_key(code, tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
     overrides = ["code_paths=[.]", "algorithm.loss=tried_pieces:good"]
 
-    def found(*more):
+    def check(*more):
         config = load_config("run.yaml", [*overrides, *more])
         return next(result for result in run_checks(config, cluster="1x1xH100") if result.name == "own code")
 
-    assert found().detail == "algorithm.loss: tried_pieces:good" and not found().problem
-    wrong = found("algorithm.loss.kwargs={gamma: 1}")
-    assert wrong.problem and "`algorithm.loss` = tried_pieces:good" in wrong.detail
+    assert check().detail == "algorithm.loss: tried_pieces:good" and not check().problem
+    failed = check("algorithm.loss.kwargs={gamma: 1}")
+    assert failed.problem and "`algorithm.loss` = tried_pieces:good" in failed.detail
 
 
-def metrics_of(code, *functions):
-    """Return the settings of a run's own metrics."""
+def metric_settings(code, *functions):
+    """Return the settings of user-supplied metrics."""
     metrics = [{"function": function} for function in functions]
     return fakes.config(code_paths=[code], tracking={"metrics": metrics}).tracking.metrics
 
 
-def test_a_metric_that_fails_is_one_warning_and_the_others_stay(code):
-    own = metrics_of(code, "tried_pieces:text", "math:fsum")
+def test_a_metric_that_fails_is_one_warning(code):
+    settings = metric_settings(code, "tried_pieces:text")
     warnings = []
-    metrics = UserMetrics(own[:1], (code,), warnings.append, limit_s=HANG_S)
+    metrics = UserMetrics(settings, (code,), warnings.append, limit_s=HANG_S)
     assert metrics(MetricInputs(1, [], {})) == {} == metrics(MetricInputs(2, [], {}))
     assert len(warnings) == 1 and "tried_pieces:text failed in step 1 (ValueError" in warnings[0]
-    assert np.isfinite(len(own))
 
 
 def test_two_uses_of_one_metric_have_names_of_their_own(code):
-    shown = {"function": "tried_pieces:times", "kwargs": {"factor": 3}}
-    named = [{"function": "tried_pieces:times"}, {"name": "thrice", **shown}]
+    unnamed = {"function": "tried_pieces:times", "kwargs": {"factor": 3}}
+    named = [{"function": "tried_pieces:times"}, {"name": "thrice", **unnamed}]
     tracking = fakes.config(code_paths=[code], tracking={"metrics": named}).tracking
     metrics = UserMetrics(tracking.metrics, (code,), pytest.fail, limit_s=HANG_S)
     assert metrics(MetricInputs(2, [], {})) == {
         "own/times/a": 2.0, "own/times/b": 4.0, "own/thrice/a": 6.0, "own/thrice/b": 12.0,
     }  # fmt: skip
     message = r"two have the name times, and each would overwrite the other; set `name` on one"
-    for other in (shown, {"function": "other_pieces:times"}, {"name": "times", "function": "math:fsum"}):
+    for other in (unnamed, {"function": "other_pieces:times"}, {"name": "times", "function": "math:fsum"}):
         with pytest.raises(ValueError, match=message):
             fakes.config(tracking={"metrics": [named[0], other]})
-    with pytest.raises(ValueError, match="pattern"):  # own/a/b is of a mapping
+    with pytest.raises(ValueError, match="pattern"):  # own/a/b comes from a mapping
         fakes.config(tracking={"metrics": [{"name": "a/b", "function": "math:fsum"}]})
 
 
@@ -237,22 +229,22 @@ def test_each_use_of_a_metric_that_fails_is_a_warning(code):
 
 
 def test_a_metric_that_hangs_is_one_warning_and_is_not_called_again(code):
-    own = metrics_of(code, "tried_pieces:endless", "tried_pieces:calls")
+    settings = metric_settings(code, "tried_pieces:endless", "tried_pieces:calls")
     warnings = []
-    slow = UserMetrics(own[:1], (code,), warnings.append, limit_s=0.5)
-    assert slow(MetricInputs(1, [], {})) == {} == slow(MetricInputs(2, [], {}))
+    hanging = UserMetrics(settings[:1], (code,), warnings.append, limit_s=0.5)
+    assert hanging(MetricInputs(1, [], {})) == {} == hanging(MetricInputs(2, [], {}))
     assert warnings == [
         "metric tried_pieces:endless did not return within `cluster.timeouts.own_code_s` = 0.5 s; the run "
         "continues without it (step 1)"
     ]
-    others = UserMetrics(own[1:], (code,), warnings.append, limit_s=HANG_S)
-    first, second = (others(MetricInputs(step, [], {}))["own/calls"] for step in (2, 3))
+    second_metric = UserMetrics(settings[1:], (code,), warnings.append, limit_s=HANG_S)
+    first, second = (second_metric(MetricInputs(step, [], {}))["own/calls"] for step in (2, 3))
     assert second == first + 1 and len(warnings) == 1
 
 
 def trained_with_answers(function, kind, directory, **sections):
-    """Train two steps with a function that waits until the driver's loop has answered it, and return the
-    world. It would hold up the answer if it ran there.
+    """Train two steps with a function that waits for an answer from the driver's loop; return the world. In
+    the loop's thread it would block the answer.
     """
     (directory / f"{function}.py").write_text(
         "import threading\nasked, answered = threading.Event(), threading.Event()\n"
@@ -271,11 +263,11 @@ def trained_with_answers(function, kind, directory, **sections):
             await asyncio.sleep(0.01)
         module["answered"].set()
 
-    async def both():
+    async def train_and_answer():
         trained = run(config, world.workers(), fakes.prompts(20), [], world, world)
         await asyncio.gather(trained, answer())
 
-    asyncio.run(both())
+    asyncio.run(train_and_answer())
     return world
 
 
@@ -301,20 +293,20 @@ def test_a_prompt_order_that_hangs_ends_the_run_with_its_name_and_the_key(code):
 
 
 def test_a_module_that_hangs_on_import_holds_up_no_other(code, tmp_path, monkeypatch):
-    """The first is refused at its deadline, and the second is tried as if it were alone."""
-    other = tmp_path / "hanging"
-    other.mkdir()
+    """The first is refused at its deadline, the second tried as if it were alone."""
+    directory = tmp_path / "hanging"
+    directory.mkdir()
     for trial_s in longer(1.0):
         monkeypatch.setattr(trials, "TRIAL_S", trial_s)
         monkeypatch.setattr(loading, "_HUNG_S", trial_s)
-        monkeypatch.setattr(loading, "_LOCK", threading.RLock())  # which the first holds from now on
+        monkeypatch.setattr(loading, "_LOCK", threading.RLock())  # which the first module then holds
         hangs, returns = (f"{name}_{trial_s:g}" for name in ("hangs_on_import", "imports_at_once"))
-        (other / f"{hangs}.py").write_text("import time\ntime.sleep(10_000)\n")
-        (other / f"{returns}.py").write_text(
+        (directory / f"{hangs}.py").write_text("import time\ntime.sleep(10_000)\n")
+        (directory / f"{returns}.py").write_text(
             "def f(logprobs, advantages):\n    return -logprobs * advantages\n"
         )
-        pieces = [UserComponent(LOSS, f"{name}:f", LOSS.key) for name in (hangs, returns)]
-        first, *others = user_code_problems(pieces, [str(other)])
-        if not others:
+        components = [UserComponent(LOSS, f"{name}:f", LOSS.key) for name in (hangs, returns)]
+        hang_problem, *other_problems = user_code_problems(components, [str(directory)])
+        if not other_problems:
             break
-    assert f"{hangs}:f: it did not return within {trial_s:g} s" in first and others == []
+    assert f"{hangs}:f: it did not return within {trial_s:g} s" in hang_problem and other_problems == []

@@ -1,4 +1,4 @@
-"""Guarantee: what a process has freed does not stay in its memory."""
+"""Guarantee: freed memory returns to the system."""
 
 import platform
 import subprocess

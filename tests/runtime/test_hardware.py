@@ -1,4 +1,4 @@
-"""GPUs count where CUDA starts on them; a driver that only lists them is refused by name."""
+"""A GPU counts if CUDA starts on it; a driver that only lists it is refused by name."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ class NvmlError(Exception):
 
 @pytest.fixture
 def old_driver(monkeypatch):
-    """NVML lists two GPUs and the CUDA runtime finds none, as with torch for CUDA 13 on a driver for 12.2."""
+    """NVML lists two GPUs and the CUDA runtime none, as with torch for CUDA 13 on a driver for 12.2."""
     calls = []
 
     def init():
@@ -32,26 +32,24 @@ def old_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: os.environ.get(BY_NVML) == "1")
     monkeypatch.setattr(torch.cuda, "init", init)
     nvml = SimpleNamespace(
-        nvmlInit=lambda: calls.append(1),
-        nvmlShutdown=lambda: calls.append(-1),
-        nvmlSystemGetDriverVersion=lambda: "535.54.03",
-        nvmlSystemGetCudaDriverVersion=lambda: 12020,
+        nvmlInit=lambda: calls.append(1), nvmlShutdown=lambda: calls.append(-1),
+        nvmlSystemGetDriverVersion=lambda: "535.54.03", nvmlSystemGetCudaDriverVersion=lambda: 12020,
         NVMLError=NvmlError,
-    )
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     yield nvml
     assert sum(calls) == 0
 
 
 def test_a_driver_too_old_for_cuda_is_refused_with_its_version_and_the_remedy(old_driver):
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as refusal:
         usable_gpus()
-    words = str(refused.value)
-    assert words.startswith(
+    message = str(refusal.value)
+    assert message.startswith(
         "the driver lists 2 GPUs, and CUDA does not start: driver 535.54.03 for CUDA up to 12.2"
     )
-    assert "built for CUDA 13.0: The NVIDIA driver on your system is too old (found version 12020)" in words
-    assert "update the driver" in words and "CUDA_VISIBLE_DEVICES" in words and "\n" not in words
+    assert "built for CUDA 13.0: The NVIDIA driver on your system is too old (found version 12020)" in message
+    assert "update the driver" in message and "CUDA_VISIBLE_DEVICES" in message and "\n" not in message
 
 
 def test_the_refusal_needs_no_package_for_nvml(old_driver, monkeypatch):
@@ -69,7 +67,7 @@ def test_the_refusal_needs_no_package_for_nvml(old_driver, monkeypatch):
 
 
 def test_deepspeed_and_vllm_do_not_hide_it(old_driver, monkeypatch):
-    """They set a variable by which `torch.cuda.is_available` counts by NVML, too."""
+    """They set a variable that makes `torch.cuda.is_available` count with NVML."""
     monkeypatch.setenv(BY_NVML, "1")
     assert torch.cuda.is_available()
     with pytest.raises(UserError, match="CUDA does not start"):
@@ -85,10 +83,10 @@ def test_a_run_and_a_check_refuse_such_a_driver(old_driver, monkeypatch):
     from grpo_dist.tools.check import this_machine
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    for ask in (
+    for call in (
         lambda: local_resources(ClusterConfig()),
         lambda: connect(ClusterConfig(address="local")),
         this_machine,
     ):
         with pytest.raises(UserError, match=r"driver 535\.54\.03"):
-            ask()
+            call()

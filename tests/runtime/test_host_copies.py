@@ -1,4 +1,4 @@
-"""Memory that leaves the device and returns: what is copied, and what becomes of its views."""
+"""Offloading to host memory and back: what is copied, and what happens to views."""
 
 import gc
 
@@ -13,10 +13,6 @@ pytestmark = pytest.mark.usefixtures("frozen_heap")
 CPU = torch.device("cpu")
 
 
-def bytes_held(*tensors):
-    return sum(t.untyped_storage().nbytes() for t in tensors)
-
-
 def test_views_of_a_storage_lose_their_memory_together_and_get_it_back_bit_by_bit(monkeypatch):
     monkeypatch.setattr(host_copies, "_CHUNK", 24)  # tensors lie across chunks
     flat, other = torch.arange(10.0), torch.tensor([1, -2, 3], dtype=torch.bfloat16)
@@ -25,7 +21,7 @@ def test_views_of_a_storage_lose_their_memory_together_and_get_it_back_bit_by_bi
     copies = HostCopies(CPU)
     for _ in range(2):
         copies.offload([view, other])
-        assert bytes_held(flat, view, other) == 0
+        assert sum(tensor.untyped_storage().nbytes() for tensor in (flat, view, other)) == 0
         copies.reload()
         assert torch.equal(flat.view(torch.int32), expected.view(torch.int32))
         assert torch.equal(view, flat[4:].view(2, 3)) and view.data_ptr() == flat.data_ptr() + 16
@@ -55,7 +51,7 @@ def test_host_memory_is_kept_for_the_next_time(monkeypatch):
 
 
 @pytest.mark.parametrize("constant", [False, True])
-def test_an_offload_that_failed_is_made_anew(monkeypatch, constant):
+def test_a_failed_offload_can_be_repeated(monkeypatch, constant):
     copies, value = HostCopies(CPU, constant=constant), torch.arange(40.0)
     grow = copies._grow
 
@@ -91,10 +87,10 @@ def test_what_never_changes_is_copied_once_and_again_when_it_changed():
 def test_no_other_tensor_is_taken_for_one_that_was_copied():
     copies = HostCopies(CPU, constant=True)
     for value in range(20):
-        made = torch.full((5,), float(value))  # where the one before was, unless that lives
-        copies.offload([made])
+        tensor = torch.full((5,), float(value))  # at the address of the previous one, if that is freed
+        copies.offload([tensor])
         copies.reload()
-        assert made.tolist() == [value] * 5
+        assert tensor.tolist() == [value] * 5
 
 
 def test_offloading_twice_changes_nothing():
@@ -107,7 +103,7 @@ def test_offloading_twice_changes_nothing():
 
 
 def test_the_allocators_cache_is_emptied_after_garbage_is_collected(monkeypatch):
-    """The engine maps its weights next: what torch keeps for itself is memory it cannot have."""
+    """The engine maps its weights next, and cannot use memory in torch's cache."""
     calls = []
     monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

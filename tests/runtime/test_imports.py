@@ -1,4 +1,4 @@
-"""Libraries are imported without collections of garbage."""
+"""Libraries are imported without garbage collections."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ from grpo_dist.runtime.processes import freeze_loaded, pause_garbage_collection
 
 @pytest.fixture(autouse=True)
 def none_frozen():
-    """No frozen objects at the start: other threads may free some meanwhile, which changes their count."""
+    """Start without frozen objects: other threads may free some, which changes their count."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     yield
@@ -23,9 +23,9 @@ def none_frozen():
 def test_nothing_is_collected_meanwhile_and_later_collections_leave_out_what_there_is():
     with pause_garbage_collection():
         collections = gc.get_stats()[0]["collections"]
-        kept = [[] for _ in range(5000)]
+        objects = [[] for _ in range(5000)]
         assert gc.get_stats()[0]["collections"] == collections
-    assert gc.isenabled() and gc.get_freeze_count() >= len(kept)
+    assert gc.isenabled() and gc.get_freeze_count() >= len(objects)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tests.support.patience import HANG_S, wait_until
 
 
 class Clock:
-    """Replaces `time.time`: moves when set."""
+    """Replaces `time.time`; advances when set."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0
@@ -69,10 +69,10 @@ class Worker(Metered):
 
 
 def test_coroutines_and_threads_of_one_worker_are_counted(monkeypatch):
-    """Calls at the same time are busy once: ten for one second, then four for two."""
+    """Concurrent calls are busy once: ten for one second, then four for two."""
     clock, worker = Clock(monkeypatch), Worker()
 
-    async def at_once():
+    async def call_concurrently():
         gate = asyncio.Barrier(11)
         calls = [asyncio.create_task(worker.slow(number, gate)) for number in range(10)]
         while gate.n_waiting < 10:
@@ -81,7 +81,7 @@ def test_coroutines_and_threads_of_one_worker_are_counted(monkeypatch):
         await gate.wait()
         return await asyncio.gather(*calls)
 
-    assert asyncio.run(at_once()) == list(range(10))
+    assert asyncio.run(call_concurrently()) == list(range(10))
     gate = threading.Barrier(5)
     threads = [threading.Thread(target=worker.blocking, args=(gate,)) for _ in range(4)]
     for thread in threads:
@@ -132,7 +132,7 @@ class Nvml:
 
 
 def test_an_engine_in_other_processes_is_asked_for_where_its_actor_has_started_cuda(monkeypatch):
-    """With `dtype: auto` the actor asks CUDA what the GPU computes, and holds nothing on it itself."""
+    """With `dtype: auto` the actor queries CUDA for dtypes, and has no memory of its own on the GPU."""
     import torch
 
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
@@ -160,14 +160,10 @@ def test_metrics_are_means_over_the_workers_of_a_role_and_sums_of_counts():
         "reward_model-0": Usage({"score": 1.0}, peak_bytes=2**30, peak_gpu_bytes=2**32),
     }
     assert usage_metrics(usage) == {
-        "time/rollout_sample_busy_s": 2.0,
-        "time/rollout_sync_busy_s": 0.5,
-        "throughput/rollout_tokens": 15.0,
-        "memory/rollout_gib": 2.0,
-        "time/reward_model_score_busy_s": 1.0,
-        "memory/reward_model_gib": 1.0,
+        "time/rollout_sample_busy_s": 2.0, "time/rollout_sync_busy_s": 0.5, "throughput/rollout_tokens": 15.0,
+        "memory/rollout_gib": 2.0, "time/reward_model_score_busy_s": 1.0, "memory/reward_model_gib": 1.0,
         "memory/reward_model_gpu_gib": 4.0,
-    }
+    }  # fmt: skip
 
 
 def drafts(verified, accepted):
@@ -175,7 +171,7 @@ def drafts(verified, accepted):
 
 
 def test_the_acceptance_length_is_the_right_tokens_of_a_draft_and_the_one_drawn_after_them():
-    """Of training alone: 5 drafts of both engines had 6 right tokens."""
+    """For training alone: 5 drafts of both engines had 6 accepted tokens."""
     usage = {"rollout-0": drafts(4.0, 6.0), "rollout-1": drafts(1.0, 0.0), "evaluation-0": drafts(9.0, 0.0)}
     metrics = usage_metrics(usage)
     assert metrics["rollout/acceptance_length"] == 1 + 6 / 5
@@ -184,13 +180,11 @@ def test_the_acceptance_length_is_the_right_tokens_of_a_draft_and_the_one_drawn_
 
 
 def test_turns_of_all_engines_become_the_wait_for_a_tool_and_the_share_of_cached_prompts():
-    """Three turns of 6 s in all. The two that were not the first had 400 tokens before them, 380 cached."""
+    """Three turns of 6 s in total. The two later turns have 400 prompt tokens, 380 of them cached."""
     first = {"turns": 1.0, "tool_wait_s": 4.0, "later_prompt_tokens": 100.0, "later_cached_tokens": 96.0}
     second = {"turns": 2.0, "tool_wait_s": 2.0, "later_prompt_tokens": 300.0, "later_cached_tokens": 284.0}
     metrics = usage_metrics({"rollout-0": Usage(counts=first), "rollout-1": Usage(counts=second)})
     assert metrics == {
-        "memory/rollout_gib": 0.0,
-        "throughput/rollout_turns": 3.0,
-        "time/tool_wait_s": 2.0,
+        "memory/rollout_gib": 0.0, "throughput/rollout_turns": 3.0, "time/tool_wait_s": 2.0,
         "throughput/episode_cached_share": 0.95,
-    }
+    }  # fmt: skip

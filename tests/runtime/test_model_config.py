@@ -1,4 +1,4 @@
-"""The longest sequence that engine and trainer compute alike, by the scaling of positions in config.json."""
+"""The longest sequence that engine and trainer compute alike, from the position scaling in config.json."""
 
 import pytest
 from transformers import AutoConfig
@@ -15,49 +15,31 @@ LONG = {"short_factor": [1.0], "long_factor": [2.0]}
         ({"max_position_embeddings": 32768}, 32768),
         ({"n_positions": 1024}, 1024),
         ({}, None),
-        # Qwen2.5's card, Qwen3's (whose own positions are more than the original ones), DeepSeek-V3's file
+        # model cards of Qwen2.5 and Qwen3 (more positions than the original), config of DeepSeek-V3
         ({"max_position_embeddings": 32768, "rope_scaling": YARN}, 131072),
-        (
-            {
-                "max_position_embeddings": 40960,
-                "rope_parameters": YARN | {"original_max_position_embeddings": 32768},
-            },
-            131072,
-        ),
-        (
-            {
-                "max_position_embeddings": 163840,
-                "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
-            },
-            163840,
-        ),
+        ({"max_position_embeddings": 40960,
+          "rope_parameters": YARN | {"original_max_position_embeddings": 32768}}, 131072),
+        ({"max_position_embeddings": 163840,
+          "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}}, 163840),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, 2048),
         ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
         (  # Phi-4-mini
-            {
-                "max_position_embeddings": 131072,
-                "original_max_position_embeddings": 4096,
-                "rope_scaling": {"type": "longrope"} | LONG,
-            },
+            {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+             "rope_scaling": {"type": "longrope"} | LONG},
             4096,
         ),
-        (  # Gemma 3: each type of layers has its own, and the positions are scaled already
-            {
-                "model_type": "gemma3_text",
-                "max_position_embeddings": 131072,
-                "rope_parameters": {
-                    "full_attention": {"rope_type": "linear", "factor": 8.0},
-                    "sliding_attention": {"rope_type": "default"},
-                },
-            },
+        (  # Gemma 3: each layer type has its scaling, which the positions already include
+            {"model_type": "gemma3_text", "max_position_embeddings": 131072,
+             "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0},
+                                 "sliding_attention": {"rope_type": "default"}}},
             131072,
         ),
         ({"max_position_embeddings": 2048, "rope_scaling": None, "rope_parameters": {}}, 2048),
         ({"model_type": "cohere2", "max_position_embeddings": 132096, "sliding_window": 4096}, 4096),
         ({"model_type": "gemma2", "max_position_embeddings": 8192, "sliding_window": 4096}, 8192),
     ],
-)
+)  # fmt: skip
 def test_the_longest_sequence_follows_the_scaling_of_positions(text_config, limit):
     assert position_limit(text_config) == limit
 

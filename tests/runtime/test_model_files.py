@@ -1,4 +1,4 @@
-"""A directory that is no whole model is called what it is, with what to do."""
+"""A directory without a complete model is refused with its kind and the remedy."""
 
 import json
 
@@ -15,7 +15,7 @@ WEIGHTS = {
 
 
 def place(directory, *names):
-    """Make files, and folders (names that end with a slash), in ``directory``."""
+    """Create files, and folders (names that end with a slash), in ``directory``."""
     for name in names:
         path = directory / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def place(directory, *names):
     return directory
 
 
-def said(directory, key="model.path"):
+def refusal(directory, key="model.path"):
     with pytest.raises(ValueError, match=f"^{key} = ") as raised:
         check_directory(directory, f"{key} = {directory}")
     assert "\n" not in str(raised.value)
@@ -68,29 +68,26 @@ def said(directory, key="model.path"):
     ],
 )  # fmt: skip
 def test_what_a_directory_is_is_said(tmp_path, names, words):
-    assert words.format(dir=tmp_path) in said(place(tmp_path, *names))
+    assert words.format(dir=tmp_path) in refusal(place(tmp_path, *names))
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", "checkpoints/step_000002"])
 def test_a_checkpoint_of_a_run_leads_to_the_model_of_the_run(tmp_path, folder):
-    place(
-        tmp_path, "checkpoints/step_000002/manifest.json", "checkpoints/step_000002/policy/state/mp_rank_00"
-    )
+    for file in ("manifest.json", "policy/state/mp_rank_00"):
+        place(tmp_path, f"checkpoints/step_000002/{file}")
     place(tmp_path, "model/config.json")
-    assert (
-        f"for resuming it, and the model of that run is in `model`; set `model.path` to {tmp_path}/model"
-        in said(tmp_path / folder)
-    )
+    words = f"for resuming it, and the model of that run is in `model`; set `model.path` to {tmp_path}/model"
+    assert words in refusal(tmp_path / folder)
 
 
 def test_an_adapter_is_called_one(tmp_path):
     adapter = place(tmp_path, "adapter_model.safetensors", "tokenizer.json")
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-4B"}')
-    assert "a LoRA adapter of Qwen/Qwen3-4B" in said(adapter)
-    assert f"`model.adapter` to {adapter}" in said(adapter)
-    assert "merge it" in said(adapter, "sft.model")
-    place(adapter, "config.json")  # some trainers write the base's
-    assert "a LoRA adapter of Qwen/Qwen3-4B" in said(adapter)
+    assert "a LoRA adapter of Qwen/Qwen3-4B" in refusal(adapter)
+    assert f"`model.adapter` to {adapter}" in refusal(adapter)
+    assert "merge it" in refusal(adapter, "sft.model")
+    place(adapter, "config.json")  # which some trainers copy from the base model
+    assert "a LoRA adapter of Qwen/Qwen3-4B" in refusal(adapter)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +108,15 @@ def test_an_adapter_is_called_one(tmp_path):
 def test_quantised_weights_are_refused_by_their_method(tmp_path, config, words):
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert words in said(tmp_path)
-    assert "without -FP8" in said(tmp_path)
+    assert words in refusal(tmp_path)
+    assert "without -FP8" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int32])
 def test_quantised_weights_without_a_configuration_are_refused_by_their_type(tmp_path, dtype):
     place(tmp_path, "config.json")
     save_file(WEIGHTS | {"q": torch.zeros(512, 512).to(dtype)}, tmp_path / "model.safetensors")
-    assert "quantised (q has type " in said(tmp_path)
+    assert "quantised (q has type " in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -133,19 +130,19 @@ def test_quantised_weights_without_a_configuration_are_refused_by_their_type(tmp
 def test_files_that_are_no_weights_are_named(tmp_path, content, words):
     place(tmp_path, "config.json")
     (tmp_path / "model.safetensors").write_bytes(content)
-    assert words in said(tmp_path) and "model.safetensors" in said(tmp_path)
+    assert words in refusal(tmp_path) and "model.safetensors" in refusal(tmp_path)
 
 
 def test_a_file_that_is_cut_short_is_named_with_both_sizes(tmp_path):
     file = place(tmp_path, "config.json") / "model.safetensors"
     save_file(WEIGHTS, file)
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-5])
-    assert f"cut short, {len(whole) - 5:,} of {len(whole):,} bytes" in said(tmp_path)
+    content = file.read_bytes()
+    file.write_bytes(content[:-5])
+    assert f"cut short, {len(content) - 5:,} of {len(content):,} bytes" in refusal(tmp_path)
 
 
 def test_headers_of_a_file_larger_than_memory_are_read(tmp_path):
-    """65 GB, of which none is on disk: mapping them fails on a smaller machine."""
+    """65 GB in a sparse file: mapping it fails on a smaller machine."""
     shape, size = [32768, 1_000_000], 2 * 32768 * 1_000_000
     header = json.dumps({"w": {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}).encode()
     place(tmp_path, "config.json")
@@ -164,6 +161,5 @@ def test_tensors_are_copied_byte_for_byte_under_other_names(tmp_path):
     write_tensors(out, {f"x.{name}": tensor for name, tensor in stored.items()})
     copied = load_file(out / "model.safetensors")
     assert set(copied) == {f"x.{name}" for name in WEIGHTS}
-    assert all(
-        torch.equal(copied[f"x.{n}"], w) and copied[f"x.{n}"].dtype == w.dtype for n, w in WEIGHTS.items()
-    )
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(copied[f"x.{name}"], tensor) and copied[f"x.{name}"].dtype == tensor.dtype

@@ -1,4 +1,4 @@
-"""Console lines about stages between the ends of steps."""
+"""Console lines about stages between steps."""
 
 import os
 import re
@@ -13,22 +13,17 @@ from grpo_dist.errors import Preempted
 from grpo_dist.observe.tracker import Tracker
 from grpo_dist.runs import session
 from grpo_dist.runtime import stage_log
-from grpo_dist.runtime.stage_log import (
-    LoopStages,
-    StageLog,
-    join_names,
-    log_ready,
-    open_stages,
-    stage,
-)
+from grpo_dist.runtime.stage_log import LoopStages, StageLog, join_names, log_ready, open_stages, stage
 from tests.support import fakes
 from tests.support.documents import ROOT
 from tests.support.good_inputs import CONFIG, GOOD, write
 from tests.support.patience import HANG_S
 
+OFF = {"console": False, "tensorboard": False}
 
-class Said(list):
-    """Record the lines of a log that has its own clock."""
+
+class Recorded(list):
+    """Records the lines of a log with a fake clock."""
 
     now = 100.0
 
@@ -42,30 +37,30 @@ class Said(list):
 
 
 @pytest.fixture
-def said(monkeypatch):
-    found = Said()
-    monkeypatch.setattr(stage_log, "_current", found.log)
-    return found
+def recorded(monkeypatch):
+    lines = Recorded()
+    monkeypatch.setattr(stage_log, "_current", lines.log)
+    return lines
 
 
-def test_a_stage_has_a_line_when_it_begins_and_when_it_ends_with_the_time(said):
-    said.now += 2.0
+def test_a_stage_has_a_line_when_it_begins_and_when_it_ends_with_the_time(recorded):
+    recorded.now += 2.0
     with stage("export", "the model is written"):
-        said.now += 1.5
-    assert re.fullmatch(r"\d\d:\d\d:\d\d     2\.0 s  export: the model is written", said[0])
-    assert re.fullmatch(r"\d\d:\d\d:\d\d     3\.5 s  export: done in 1\.5 s", said[1])
+        recorded.now += 1.5
+    assert re.fullmatch(r"\d\d:\d\d:\d\d     2\.0 s  export: the model is written", recorded[0])
+    assert re.fullmatch(r"\d\d:\d\d:\d\d     3\.5 s  export: done in 1\.5 s", recorded[1])
 
 
-def test_while_stages_last_a_line_shows_what_each_waits_for(said):
+def test_while_stages_last_a_line_shows_what_each_waits_for(recorded):
     waiting = ["rollout-0", "rollout-1"]
     with stage("engines", waits_for=lambda: join_names(waiting)), stage("reference"):
         for _ in range(40):  # seconds
-            said.now += 1.0
-            said.log.beat()
+            recorded.now += 1.0
+            recorded.log.beat()
         waiting.pop(0)
-        said.now += 15.0
-        said.log.beat()
-    assert said.texts() == [
+        recorded.now += 15.0
+        recorded.log.beat()
+    assert recorded.texts() == [
         "engines: begins",
         "reference: begins",
         "waiting: engines 15.0 s (rollout-0, rollout-1); reference 15.0 s",
@@ -77,22 +72,22 @@ def test_while_stages_last_a_line_shows_what_each_waits_for(said):
 
 
 def test_a_line_is_printed_at_least_every_20_seconds_until_the_last_stage_ends():
-    """With the real thread, a hundred times faster."""
-    came, log = threading.Event(), None
-    found = []
+    """With the real thread, a hundred times faster than in a run."""
+    waiting_printed, log = threading.Event(), None
+    lines = []
 
     def say(line):
-        found.append(line)
+        lines.append(line)
         if "waiting" in line:
-            came.set()
+            waiting_printed.set()
 
     log = StageLog(say, every_s=0.15)
     threading.Thread(target=log.run, daemon=True).start()
-    begun = log.begin("engines", "", str, quiet=False)
-    assert came.wait(HANG_S)
-    log.end(begun)
+    running = log.begin("engines", "", str, quiet=False)
+    assert waiting_printed.wait(HANG_S)
+    log.end(running)
     log.close()
-    assert stage_log._EVERY_S < 20 and "engines: done" in found[-1]
+    assert stage_log._EVERY_S < 20 and "engines: done" in lines[-1]
 
 
 def test_a_view_may_read_the_stages_while_a_line_is_printed(monkeypatch):
@@ -112,42 +107,42 @@ def test_a_view_may_read_the_stages_while_a_line_is_printed(monkeypatch):
     assert waited == [False, False, False]
 
 
-def test_a_stage_that_fails_is_reported_and_raises(said):
+def test_a_stage_that_fails_is_reported_and_raises(recorded):
     with pytest.raises(RuntimeError, match="no room"), stage("Ray"):
         raise RuntimeError("no room")
-    assert said.texts()[-1] == "Ray: failed after 0.0 s"
+    assert recorded.texts()[-1] == "Ray: failed after 0.0 s"
 
 
-def test_the_loop_prints_stages_of_its_first_step_and_what_is_long_in_later_ones(said):
+def test_the_loop_prints_stages_of_its_first_step_and_what_is_long_in_later_ones(recorded):
     loop = LoopStages()
     loop.phase("evaluate")
     loop.logged(step=False)
     for phase in ("sample", "update", "sync"):
         loop.phase(phase)
-        said.now += 15.0
-        said.log.beat()
+        recorded.now += 15.0
+        recorded.log.beat()
     loop.logged(step=True)
     for phase in ("sample", "update", "evaluate"):  # a short evaluation after a later step
         loop.phase(phase)
-        said.now += 5.0
-        said.log.beat()
+        recorded.now += 5.0
+        recorded.log.beat()
     loop.logged(step=False)
     loop.phase("save")
-    said.now += 16.0
-    said.log.beat()
-    for phase in ("sample", "update"):  # a later step is named every two minutes, and its end elsewhere
+    recorded.now += 16.0
+    recorded.log.beat()
+    for phase in ("sample", "update"):  # later steps print a line every two minutes, and no end
         loop.phase(phase)
         for _ in range(3):
-            said.now += 50.0
-            said.log.beat()
-    assert open_stages() == []  # the view has the phases of a step
-    loop.logged(step=False)  # an evaluation that ran meanwhile
-    said.now += 150.0
-    said.log.beat()
+            recorded.now += 50.0
+            recorded.log.beat()
+    assert open_stages() == []  # the live view shows the phases of a step
+    loop.logged(step=False)  # a concurrent evaluation
+    recorded.now += 150.0
+    recorded.log.beat()
     loop.logged(step=True)
     loop.end()
-    log_ready()  # after a recovery: steps are no part of a start
-    assert said.texts()[:-1] == [
+    log_ready()  # after a recovery: steps do not count as start-up
+    assert recorded.texts()[:-1] == [
         "evaluation: held-out problems are sampled and scored",
         "evaluation: done in 0.0 s",
         "first step: samples, rewards and an update",
@@ -161,30 +156,28 @@ def test_the_loop_prints_stages_of_its_first_step_and_what_is_long_in_later_ones
         "waiting: step 5:00 min (update)",
         "waiting: step 7:30 min (update)",
     ]
-    assert "step 7" not in said[-1] and "first step 45.0 s" in said[-1]
+    assert "step 7" not in recorded[-1] and "first step 45.0 s" in recorded[-1]
 
 
-def test_a_run_that_fails_in_its_first_step_ends_that_stage(said, tmp_path):
-    off = {"console": False, "tensorboard": False}
-    with pytest.raises(RuntimeError), Tracker(fakes.config(tracking=off), tmp_path) as tracker:
+def test_a_run_that_fails_in_its_first_step_ends_that_stage(recorded, tmp_path):
+    with pytest.raises(RuntimeError), Tracker(fakes.config(tracking=OFF), tmp_path) as tracker:
         tracker.phase("sample")
         raise RuntimeError("lost")
-    assert said.texts()[-1] == "first step: failed after 0.0 s" and open_stages() == []
+    assert recorded.texts()[-1] == "first step: failed after 0.0 s" and open_stages() == []
 
 
-def test_a_run_that_is_asked_to_end_has_saved_its_checkpoint(said, tmp_path):
-    off = {"console": False, "tensorboard": False}
-    with pytest.raises(Preempted), Tracker(fakes.config(tracking=off), tmp_path) as tracker:
+def test_a_run_that_is_asked_to_end_has_saved_its_checkpoint(recorded, tmp_path):
+    with pytest.raises(Preempted), Tracker(fakes.config(tracking=OFF), tmp_path) as tracker:
         tracker.phase("save")
-        said.now += 16.0
-        said.log.beat()
+        recorded.now += 16.0
+        recorded.log.beat()
         tracker.phase("end")
-        said.now += 5.0  # of what ends after it
+        recorded.now += 5.0  # of clean-up
         raise Preempted("ended as asked")
-    assert said.texts()[-1] == "checkpoint: done in 16.0 s" and open_stages() == []
+    assert recorded.texts()[-1] == "checkpoint: done in 16.0 s" and open_stages() == []
 
 
-# Runs each command up to the import of a library that takes seconds, and prints which that would be.
+# Runs each command up to its first slow import, and prints which library that is.
 UP_TO_THE_LIBRARIES = """
 import sys
 
@@ -241,14 +234,6 @@ def test_stages_before_the_actors_are_printed_from_the_first_second(tmp_path, mo
     started = [name for name, line in zip(names, lines, strict=True) if "done in" not in line]
     started = [name for name in started if name != "waiting"]  # on a busy machine
     assert started == [
-        "libraries",
-        "actors",
-        "checks",
-        "data",
-        "model",
-        "model files",
-        "tokenizer",
-        "prompts",
-        "reward",
-    ]
+        "libraries", "actors", "checks", "data", "model", "model files", "tokenizer", "prompts", "reward",
+    ]  # fmt: skip
     assert sum("done in" in line for line in lines) == len(started)

@@ -1,4 +1,4 @@
-"""Chat templates of real models, from installed packages, with tokenizers that know their control tokens."""
+"""Chat templates of real models, from installed packages, and tokenizers with their control tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def real_tokenizer(name: str) -> Any:
 
 
 def templated_tokenizer(template: str, eos: str, bos: str | None = None) -> Any:
-    """Return a tokenizer of characters with ``template`` and the control tokens that stand in it."""
+    """Return a tokenizer of characters with ``template`` and the control tokens in it."""
     tokenizer = character_tokenizer()
     controls = dict.fromkeys([*_CONTROLS.findall(template), eos, *([bos] if bos else [])])
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in controls])

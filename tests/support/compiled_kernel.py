@@ -1,6 +1,6 @@
 """Compiles the kernels of the LM head for an H100: ``python -m tests.support.compiled_kernel``.
 
-Prints the bytes of machine code of each. No GPU takes part.
+Prints the bytes of machine code of each. Needs no GPU.
 """
 
 import triton
@@ -21,10 +21,10 @@ def main():
         constants = {"CAPPED": True, "BLOCK": logit_kernels._BLOCK}
         constants = {name: value for name, value in constants.items() if name in signature}
         source = ASTSource(kernel, signature, constexprs=constants)
-        made = triton.compile(
+        compiled = triton.compile(
             source, target=GPUTarget("cuda", 90, 32), options={"num_warps": logit_kernels._WARPS}
         )
-        print(len(made.asm["cubin"]))
+        print(len(compiled.asm["cubin"]))
 
 
 if __name__ == "__main__":

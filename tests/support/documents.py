@@ -1,14 +1,14 @@
-"""Find the fenced blocks of the project's documents and what the tests do with each.
+"""Finds the fenced blocks of the project's documents, and how the tests use each.
 
-A comment above a block, which readers do not see, selects it:
+A comment above a block, hidden from readers, selects it:
 
     <!-- docs: run -->                            the tests run it as a reader would
     <!-- docs: run with steps=2 -->               the same with these overrides, to be short
     <!-- docs: parsed: needs a cluster -->        the tests only parse it; the reason follows
     <!-- docs: quoted: grpo_dist/driver.py -->    this file has its lines; ... skips some
 
-Without a comment the tests load YAML and execute Python. A block that begins with `# NAME` is a file of that
-name for later blocks of the document.
+Without a comment the tests load YAML and execute Python. A block that begins with `# NAME` is the file NAME
+for later blocks of the document.
 """
 
 from __future__ import annotations
@@ -83,13 +83,12 @@ def blocks(path: Path) -> list[Block]:
 def inline_commands(path: Path) -> list[str]:
     """Return the commands within sentences, such as `make test`."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-    found = re.findall(rf"`((?:{'|'.join(COMMANDS)}) [^`]+)`", text)
-    return [" ".join(command.split()) for command in found]
+    matches = re.findall(rf"`((?:{'|'.join(COMMANDS)}) [^`]+)`", text)
+    return [" ".join(command.split()) for command in matches]
 
 
 def is_quoted(quote: str, source: str) -> bool:
-    """Tell whether ``source`` has the lines of ``quote`` in this order; ``...`` skips lines of the source.
-
+    """Return whether ``source`` has the lines of ``quote`` in this order; ``...`` skips lines of the source.
     The quote may be indented less than the source.
     """
     wanted, lines = quote.splitlines(), source.splitlines()
@@ -104,10 +103,10 @@ def _follows(wanted: list[str], lines: list[str]) -> bool:
         if line.strip() == "...":
             may_skip = True
             continue
-        found = next((i for i, own in enumerate(lines[at:], at) if own == indent + line), None)
-        if found is None or (found != at and not may_skip):
+        index = next((i for i, source in enumerate(lines[at:], at) if source == indent + line), None)
+        if index is None or (index != at and not may_skip):
             return False
-        at, may_skip = found + 1, False
+        at, may_skip = index + 1, False
     return True
 
 
@@ -122,12 +121,8 @@ def _blocks(text: str, document: str) -> Iterator[Block]:
         above = next((line for line in reversed(lines[:at]) if line.strip()), "")
         mark = _MARK.fullmatch(above.strip())
         yield Block(
-            document,
-            at + 1,
-            lines[at].removeprefix("```").strip(),
-            "\n".join(lines[at + 1 : end]) + "\n",
-            mark["mode"] if mark else "",
-            tuple((mark["overrides"] or "").split()) if mark else (),
+            document, at + 1, lines[at].removeprefix("```").strip(), "\n".join(lines[at + 1 : end]) + "\n",
+            mark["mode"] if mark else "", tuple((mark["overrides"] or "").split()) if mark else (),
             (mark["reason"] or "") if mark else "",
-        )
+        )  # fmt: skip
         at = end + 1

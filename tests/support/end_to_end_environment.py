@@ -6,7 +6,7 @@ from grpo_dist.environments.base import Environment, Step
 
 
 class Digits(Environment):
-    """Answer so many actions with their number of digits; the last one ends the episode."""
+    """Answers each of ``turns`` actions with its number of digits; the last one ends the episode."""
 
     def __init__(self, turns=3, seconds=0.0):
         self._left, self._seconds = turns, seconds
@@ -14,6 +14,6 @@ class Digits(Environment):
     async def step(self, action):
         await asyncio.sleep(self._seconds)
         self._left -= 1
-        found = sum(letter.isdigit() for letter in action)
-        share = found / max(len(action), 1)
-        return Step(None if self._left == 0 else f"{found} digits", reward=share, done=self._left == 0)
+        digits = sum(letter.isdigit() for letter in action)
+        share = digits / max(len(action), 1)
+        return Step(None if self._left == 0 else f"{digits} digits", reward=share, done=self._left == 0)

@@ -1,4 +1,4 @@
-"""Arguments of an engine for a small model, for tests of its settings."""
+"""Engine arguments for a small model, for tests of engine settings."""
 
 from transformers import Qwen2Config
 
@@ -12,8 +12,8 @@ GIB = 2**30
 
 def spec(in_flight=0, engines=1, colocated=False, max_length=256, dtype="float32", sampling=(), **rollout):
     model, directory = ModelConfig(path="m", dtype=dtype), rollout.pop("model_dir", "m")
-    own = RolloutConfig(**rollout), WeightSyncConfig(), model, directory, max_length, 0
-    return EngineSpec(*own, in_flight=in_flight, engines=engines, colocated=colocated, sampling=sampling)
+    sections = RolloutConfig(**rollout), WeightSyncConfig(), model, directory, max_length, 0
+    return EngineSpec(*sections, in_flight=in_flight, engines=engines, colocated=colocated, sampling=sampling)
 
 
 def arguments(device="cpu", free=100 * GIB, **settings):

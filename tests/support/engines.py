@@ -1,4 +1,4 @@
-"""Real engines: two with a rank, one that drafts, one beside a trainer, one in vLLM's own process."""
+"""Real engines: two with a rank, one with drafts, one beside a trainer; and vLLM's layers alone."""
 
 import asyncio
 import functools
@@ -50,28 +50,21 @@ from tests.support.real_engine import (
 )
 from tests.support.real_ranks import UpdatedWorker
 
-# Two real engines, a real policy rank, and their weight sync, each kind with classes of its own.
+# Two real engines, a real policy rank, and their weight sync.
 
 
 class TwoEngines(OnALoop):
-    """Start them. ``model`` is a trainer on this process that `follow` gives the policy's weights.
+    """Starts them. ``model`` is a trainer in this process that `follow` gives the policy's weights.
 
     Args:
         engine, rank: classes of the workers.
-        tensor_parallel: processes of one engine, in place of two engines of one process each.
+        tensor_parallel: processes of one engine; 1: two engines of one process each.
     """
 
     def __init__(
-        self,
-        model_dir,
-        settings: WeightSyncConfig,
-        seeds: list[int],
-        sampling: Sampling,
-        *,
-        engine: type,
-        rank: type = MovingWorker,
-        tensor_parallel: int = 1,
-    ) -> None:
+        self, model_dir, settings: WeightSyncConfig, seeds: list[int], sampling: Sampling, *, engine: type,
+        rank: type = MovingWorker, tensor_parallel: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self.seeds, self.sampling = seeds, sampling
@@ -80,12 +73,9 @@ class TwoEngines(OnALoop):
     async def _start(self, model_dir, settings, engine, rank, tensor_parallel) -> None:
         model = ModelConfig(path="tiny")
         rollout = RolloutConfig(
-            num_workers=2 // tensor_parallel,
-            tensor_parallel_size=tensor_parallel,
-            max_num_seqs=16,
-            enforce_eager=True,
-            kv_cache_gib=0.25,
-        )
+            num_workers=2 // tensor_parallel, tensor_parallel_size=tensor_parallel, max_num_seqs=16,
+            enforce_eager=True, kv_cache_gib=0.25,
+        )  # fmt: skip
         spec = EngineSpec(rollout, settings, model, str(model_dir), max_length=256, seed=0)
         actors = replace(ACTORS, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S)
         self.rollouts = RolloutPool(spec, actors, worker=engine)
@@ -109,7 +99,7 @@ class TwoEngines(OnALoop):
 
 
 def world_of(make: Callable[[Any], OnALoop]):
-    """Return a fixture of the test file: what ``make`` starts with the tiny model."""
+    """Return a fixture for the test file: the result of ``make`` for the tiny model."""
 
     @pytest.fixture(scope="module")
     def world(ray_cluster, tiny_model):
@@ -130,27 +120,23 @@ def on_the_loop(test: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[A
     return run
 
 
-# A real engine that drafts, or does not, and samples the prompts of `real_engine`.
+# A real engine with or without drafts that samples the prompts of `real_engine`.
 
-# Ways to sample.
-WAYS = {
-    "plain": {},
-    "cold": {"temperature": 0.3},
-    "top_p": {"temperature": 0.7, "top_p": 0.9},
-    "top_k": {"top_k": 5},
-    "greedy": {"temperature": 0.0},
-}
+WAYS = {  # sampling settings
+    "plain": {}, "cold": {"temperature": 0.3}, "top_p": {"temperature": 0.7, "top_p": 0.9},
+    "top_k": {"top_k": 5}, "greedy": {"temperature": 0.0},
+}  # fmt: skip
 
 
 def warm_up_with_drafts(worker):
-    """Count drafts, as vLLM's own warm-up of a sampler does on a GPU."""
+    """Count drafts, as vLLM's warm-up of a sampler does on a GPU."""
     sampler = getattr(worker.model_runner, "rejection_sampler", None)
     if sampler is not None:
         sampler._counts = sampler._counts.plus((16, 16, 1))
 
 
 class DraftingWorker(CountingWorker):
-    """An engine that reports what was drafted."""
+    """An engine that reports its draft counts."""
 
     async def _warm_up(self):
         await super()._warm_up()
@@ -178,13 +164,13 @@ class Engine(OnALoop):
 
     def sample(self, seeds, **sampling):
         async def together():
-            asked = [
+            requests = [
                 await self.rollouts.sample(
                     p, seeds=list(seeds), sampling=Sampling(max_new_tokens=48, **sampling)
                 )
                 for p in PROMPTS
             ]
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*requests)
 
         return self.run(together())
 
@@ -197,20 +183,24 @@ class Engine(OnALoop):
 
 
 def sampled_without_drafts(model_dir, *seeds):
-    """Return the samples of an engine without drafts, by way of `WAYS` and each of ``seeds``."""
+    """Return the samples of an engine without drafts, by key of `WAYS` and each of ``seeds``."""
     engine = Engine(model_dir)
-    found = {(way, own): engine.sample(own, **settings) for way, settings in WAYS.items() for own in seeds}
+    samples = {
+        (way, group_seeds): engine.sample(group_seeds, **settings)
+        for way, settings in WAYS.items()
+        for group_seeds in seeds
+    }
     engine.close()
-    return found
+    return samples
 
 
-# Engines of evaluation, and a real policy rank whose snapshots they load.
+# Evaluation engines, and a real policy rank whose snapshots they load.
 
 SEEDS, SAMPLING = [1, 2, 3], Sampling(max_new_tokens=48)
 
 
 class KillableWorker(RolloutWorker):
-    """An engine that says which process it is."""
+    """An engine that reports its process id."""
 
     async def process(self):
         return os.getpid()
@@ -261,24 +251,24 @@ def largest(model, sampled):
 
 
 def differences(model_dir, settings, engine=EAGER):
-    """Largest difference of engine and trainer from the checkpoint and after each of two updates with their
-    syncs; and of what was sampled before each of these updates, nats.
+    """Return the largest |engine - trainer|, nats: from the checkpoint and after each of two updates with
+    sync; and, after each update, for the samples from before it.
     """
     world = World(model_dir, settings, UpdatedWorker, **engine)
     try:
         how = {"dtype": torch.float32, "attn_implementation": "eager"}  # caps attention's logits, too
         model = AutoModelForCausalLM.from_pretrained(model_dir, **how)
         sampled = world.sample_all()
-        own, moved = [largest(model, sampled)], []
+        synced, stale = [largest(model, sampled)], []
         for seed in (1, 2):
             batch = made_groups.batch(seed=seed, reference=False)
             model.load_state_dict(ray.get(world.policy.ranks[0].updated.remote(batch)), strict=False)
             model.tie_weights()
             world.push()
-            moved.append(largest(model, sampled))
+            stale.append(largest(model, sampled))
             sampled = world.sample_all()
-            own.append(largest(model, sampled))
-        return own, moved
+            synced.append(largest(model, sampled))
+        return synced, stale
     finally:
         world.close()
 
@@ -292,7 +282,7 @@ def trained(**settings):
 
 @contextmanager
 def one_process_of(dtype: torch.dtype, directory: Path) -> Iterator[None]:
-    """Make this process the only one of a model in ``dtype``; its group meets in ``directory``."""
+    """Make this process the only rank of a model in ``dtype``; its group meets in ``directory``."""
     config = VllmConfig(device_config=DeviceConfig("cpu"))
     config.model_config = SimpleNamespace(dtype=dtype, is_moe=False)
     with set_current_vllm_config(config):

@@ -35,14 +35,14 @@ def config(**changes) -> Config:
         "sampling": {"max_new_tokens": 4},
         "evaluation": {"before": False, "after": False},
         "steps": 6,
-        # Rewards of fake samples are random, so every step is trained on whatever they are.
+        # Rewards of fake samples are random, so every step trains, whatever they are.
         "health": {"min_signal_groups": 0},
     }
     return Config.model_validate(base | changes)
 
 
 class World:
-    """Fake workers that share a log of events and the version the engines hold."""
+    """Fake workers that share a log of events and the engines' version."""
 
     def __init__(self, jitter: bool = True, fail_on: str | None = None) -> None:
         self.version, self.events, self.updates, self.in_flight = 0, [], [], 0
@@ -73,18 +73,13 @@ class World:
         self.sampled.append((prompt.uid, tuple(seeds), version))
         return tuple(
             Rollout(
-                prompt_uid=prompt.uid,
-                sample=i,
-                completion_ids=np.array([seed % 97 + 3, 2], np.int32),
-                logprobs=np.full(2, -1.0, np.float32),
-                finish_reason="stop",
-                text="x",
-                policy_versions=np.full(2, version, np.int32),
-                temperature=sampling.temperature,
+                prompt_uid=prompt.uid, sample=i, completion_ids=np.array([seed % 97 + 3, 2], np.int32),
+                logprobs=np.full(2, -1.0, np.float32), finish_reason="stop", text="x",
+                policy_versions=np.full(2, version, np.int32), temperature=sampling.temperature,
                 max_new_tokens=sampling.max_new_tokens,
             )
             for i, seed in enumerate(seeds)
-        )
+        )  # fmt: skip
 
     async def score(self, prompt, rollouts):
         rewards = np.array([float(r.completion_ids[0] % 2) for r in rollouts], np.float32)
@@ -105,11 +100,11 @@ class World:
 
     async def score_norms(self, batch):
         self.events.append(f"score norms at version {self.version}")
-        return {row: np.full(int(own.sum()), 0.5, np.float32) for row, own in enumerate(batch.policy.mask)}
+        return {row: np.full(int(mask.sum()), 0.5, np.float32) for row, mask in enumerate(batch.policy.mask)}
 
     async def token_logprobs(self):
         rows = (batch.row_ids.tolist() for batch in self.updates[-1])
-        return {row: np.array([row, -1.0], np.float32) for own in rows for row in own}
+        return {row: np.array([row, -1.0], np.float32) for ids in rows for row in ids}
 
     async def load(self, directory):
         raise AssertionError("the loop itself never loads")
@@ -126,8 +121,8 @@ class World:
     def log(self, step, metrics):
         self.logged.setdefault(step, {}).update(metrics)
 
-    def spans(self, step, own, workers):
-        self.phases[step] = [span.stage for span in own]
+    def spans(self, step, driver_spans, workers):
+        self.phases[step] = [span.stage for span in driver_spans]
 
     def samples(self, name, groups, values=None):
         self.sampled_groups[name], self.values[name] = groups, values
@@ -167,18 +162,18 @@ class World:
 
 
 def make_batches(config, scored, step, **how):
-    """The updates of the first epoch of a step."""
+    """Return the updates of the first epoch of a step."""
     return make_updates(config, scored, step, **how)[0]
 
 
-# Fake engines of evaluation, and workers that have them.
+# Fake evaluation engines, and workers with them.
 
 HELD = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in prompts(3)])]
 EVERY_2 = {"before": True, "after": False, "every": 2, "samples_per_prompt": 2, "k": [1]}
 
 
 class Engines:
-    """Engines that sample under the version of a snapshot; ``rollouts`` and ``rewards`` of an evaluation."""
+    """Engines that sample with a snapshot's version; ``rollouts`` and ``rewards`` of an evaluation."""
 
     def __init__(self, world):
         self.world, self.rollouts, self.rewards = world, self, world
@@ -214,18 +209,15 @@ class Engines:
 
 
 class OwnWorld(World):
-    """Workers with engines of evaluation, and a run directory."""
+    """Workers with evaluation engines, and a run directory."""
 
     def __init__(self, directory):
         super().__init__(jitter=False)
-        self.directory, self.notes, self.last = directory, [], None
+        self.directory, self.last = directory, None
         self.engines = Engines(self)
 
     def workers(self, reference=False):
         return dataclasses.replace(super().workers(reference), evaluation=self.engines)
-
-    def note(self, message):
-        self.notes.append(message)
 
     async def push(self, version):
         assert version == len(self.updates)
@@ -236,7 +228,7 @@ class OwnWorld(World):
         return sorted(path.name for path in self.directory.glob("evaluation/*"))
 
 
-# Fake engines and a fake policy for the probe of the sync.
+# Fake engines and a fake policy for the sync probe.
 
 LOGPROB = -1.0
 
@@ -253,25 +245,21 @@ class Probed(World):
         self.error, self.dtype = dict.fromkeys(engines, 0.0), dtype
         self.asked: list[tuple[int, str]] = []
         self.rows: list[int] = []
-        self.notes: list[str] = []
-        self.claimed = None  # the version that samples of a probe are labelled with; None: the true one
+        self.claimed = None  # version label of a probe's samples; None: the true version
         self.requests = []
 
     def workers(self, reference=False):
         return dataclasses.replace(super().workers(reference), probe=Probes(self))
 
-    def note(self, message):
-        self.notes.append(message)
-
     def name_of(self, engine):
-        return next((name for name, own in self.serving.items() if own is engine), None)
+        return next((name for name, served in self.serving.items() if served is engine), None)
 
     @property
     def probed(self):
-        found: dict[int, list[str]] = {}
+        names: dict[int, list[str]] = {}
         for version, name in self.asked:
-            found.setdefault(version, []).append(name)
-        return found
+            names.setdefault(version, []).append(name)
+        return names
 
 
 class Probes:
@@ -309,8 +297,8 @@ class Probes:
 
 
 def train(world: World, config: Config, prompts: Sequence[Prompt], **how: Any) -> World:
-    """Run the driver's loop on ``world``, with whose workers it begins, and return it. ``how``: as for
-    `driver.run`; ``eval_sets`` are none unless given.
+    """Run the driver's loop with the workers of ``world``, and return it. ``how``: as for `driver.run`;
+    ``eval_sets`` default to none.
     """
     from grpo_dist.driver import run
 
@@ -320,7 +308,7 @@ def train(world: World, config: Config, prompts: Sequence[Prompt], **how: Any) -
 
 
 def fake_cluster(worlds: list, make: Callable[[], Any]) -> type:
-    """Return a class in place of `actors.cluster.Cluster`; each instance appends ``make()`` to ``worlds``."""
+    """Return a fake `actors.cluster.Cluster`, each instance of which appends ``make()`` to ``worlds``."""
 
     class FakeCluster:
         def __init__(self, config):

@@ -1,12 +1,12 @@
-"""Ranks that are forked from a process with everything imported, where a test is of what ranks compute: Ray's
-own take ten seconds each to import as much.
+"""Ranks forked from a process with everything imported, for tests of their computations: under Ray, each rank
+takes ten seconds for these imports.
 
     test                         parent                      rank
-      one socket a rank ------->   fork --------------------->  the worker object
+      one socket per rank ----->   fork --------------------->  the worker object
       (method, arguments) ------------------------------------> its method
-      what it returns, or raises <-----------------------------
+      result or exception <------------------------------------
 
-A rank is a process of its own, as under Ray, and takes the calls one by one.
+A rank is a separate process, as under Ray, and handles calls one by one.
 """
 
 import asyncio
@@ -35,18 +35,13 @@ import actors.workers.policy, grpo_dist.policy.trainer
 
 
 class Parent:
-    """Start the process that ranks are forked from."""
+    """Starts the process that ranks are forked from."""
 
     def __init__(self, directory, environment):
         self.address = str(directory / "ranks")
-        command = [
-            sys.executable,
-            "-c",
-            f"from tests.support import forked_ranks; forked_ranks.serve_forks({self.address!r})",
-        ]
-        self._process = subprocess.Popen(
-            command, env=os.environ | environment | {"DS_ACCELERATOR": "cpu"}, stdout=subprocess.PIPE
-        )
+        code = f"from tests.support import forked_ranks; forked_ranks.serve_forks({self.address!r})"
+        variables = os.environ | environment | {"DS_ACCELERATOR": "cpu"}
+        self._process = subprocess.Popen([sys.executable, "-c", code], env=variables, stdout=subprocess.PIPE)
         assert self._process.stdout.readline() == b"ready\n"
 
     def close(self):
@@ -107,7 +102,7 @@ class Forked:
 
 
 class _Answer:
-    """Like an object reference: starts without an event loop, and is awaited in one."""
+    """Like an object reference: created without an event loop, and awaited in one."""
 
     def __init__(self, future):
         self._future = future
@@ -136,10 +131,10 @@ def _serve(connection):
     """Serve calls until the other side closes the connection."""
     try:
         worker, arguments = pickle.loads(connection.recv_bytes())
-        own = worker(*arguments)
+        rank = worker(*arguments)
         while (message := pickle.loads(connection.recv_bytes())) != (None,):
             method, arguments = message
-            connection.send_bytes(pickle.dumps(_answer(getattr(own, method), arguments)))
+            connection.send_bytes(pickle.dumps(_answer(getattr(rank, method), arguments)))
     except EOFError:
         pass
     except BaseException:

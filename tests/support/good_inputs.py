@@ -9,7 +9,7 @@ CONFIG = (
     "batch: {prompts_per_step: 4, samples_per_prompt: 2}\n"
     "sampling: {max_new_tokens: 8}\n"
 )
-# Overrides that a preset needs in addition to its own section.
+# Overrides that a preset needs besides its section.
 PRESET_NEEDS = {
     "process": ["rewards.models=[{name: steps, path: /a/model, kind: classifier}]"],
     "turn": ["data.environment=calculator"],

@@ -2,12 +2,12 @@
 
 Tests that start engines, ranks or clusters wait for processes; the other tests compute meanwhile, so that no
 core is idle. Each half has its own processes: a test that checks its process for leftovers finds no cluster.
-``--all`` runs the slow tests too.
+``--all`` also runs the slow tests.
 
-    clusters, 2 at once  |---------------------------------|  printed as it comes
+    clusters, 2 at once  |---------------------------------|  printed at once
     the others, 2 at once |----------------------------|......  printed afterwards
 
-Exit code 0: both passed. pytest returns 5 when ARGUMENTS select no test; one of the halves may have none.
+Exit code 0: both passed. pytest returns 5 if ARGUMENTS select no test; one of the halves may have none.
 """
 
 from __future__ import annotations
@@ -65,33 +65,33 @@ def main(arguments: Sequence[str], python: str = sys.executable) -> int:
 
 
 class _Interrupts:
-    """A handler of signals that raises KeyboardInterrupt, but not before `release`: a half that has just been
-    started and is not listed yet would be left running.
+    """A signal handler that raises KeyboardInterrupt, but not before `release`: a half that was just started
+    and is not listed would be left running.
     """
 
     def __init__(self) -> None:
-        self._held, self._came = True, False
+        self._deferred, self._interrupted = True, False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
-        if not self._held:
+        self._interrupted = True
+        if not self._deferred:
             raise KeyboardInterrupt
 
     def release(self) -> None:
-        self._held = False
-        if self._came:
+        self._deferred = False
+        if self._interrupted:
             raise KeyboardInterrupt
 
 
 def _follow(output: BinaryIO, process: subprocess.Popen[bytes]) -> None:
-    """Print ``output`` until ``process``, which writes it, has ended."""
+    """Print ``output`` until its writer ``process`` has ended."""
     at, running = 0, True
     while running:
-        running = process.poll() is None  # before reading: what it wrote until then is read
-        while found := os.pread(output.fileno(), 1 << 16, at):  # its writing position is shared, so no seek
-            sys.stdout.buffer.write(found)
+        running = process.poll() is None  # before reading, so that nothing is missed
+        while chunk := os.pread(output.fileno(), 1 << 16, at):  # no seek: it shares the writer's position
+            sys.stdout.buffer.write(chunk)
             sys.stdout.flush()
-            at += len(found)
+            at += len(chunk)
         time.sleep(_POLL_S if running else 0)
 
 

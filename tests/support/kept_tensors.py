@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass."""
+"""The memory that a forward pass keeps for the backward pass."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,11 +16,11 @@ SHAPE = {
 
 
 def kept_for_backward(shape, dtype, kernel, *, checkpointing, prompt, total, change=lambda model: None):
-    """Bytes of all tensors that a real forward pass keeps, weights and buffers aside; tokens of the stream
-    and of its rows. ``change``: is called with the model before.
+    """Return the bytes of all tensors that a real forward pass keeps, except weights and buffers, and the
+    tokens of the stream and of its rows. ``change`` is called with the model before.
     """
     register()
-    model = _made(shape, dtype, NAME)
+    model = _make_model(shape, dtype, NAME)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     change(model)
@@ -30,30 +30,30 @@ def kept_for_backward(shape, dtype, kernel, *, checkpointing, prompt, total, cha
     groups = torch.zeros(2, dtype=torch.long)
     rows = Rows(tokens, torch.full((2,), total), groups, torch.full((2,), prompt), None, None, None)
     layout = packed(rows, wanted, kernel)
-    return _kept(model, layout), layout.tokens.numel(), 2 * total
+    return _kept_bytes(model, layout), layout.tokens.numel(), 2 * total
 
 
 def kept_by_padded_rows(shape, dtype, *, total):
-    """Do as `kept_for_backward`, for two rows of ``total`` tokens and transformers' own operations."""
-    model = _made(shape, dtype, "eager")
+    """Like `kept_for_backward`, for two rows of ``total`` tokens and transformers' operations."""
+    model = _make_model(shape, dtype, "eager")
     tokens = torch.randint(0, 1000, (2, total))
-    return _kept(model, padded(tokens, torch.ones_like(tokens, dtype=torch.bool)))
+    return _kept_bytes(model, padded(tokens, torch.ones_like(tokens, dtype=torch.bool)))
 
 
-def _made(shape, dtype, attention):
+def _make_model(shape, dtype, attention):
     settings = {name: value for name, value in shape.items() if name != "model_type"}
-    made = AutoConfig.for_model(shape["model_type"], **settings)
-    return AutoModelForCausalLM.from_config(made, attn_implementation=attention).to(dtype)
+    config = AutoConfig.for_model(shape["model_type"], **settings)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
 
 
-def _kept(model, layout):
+def _kept_bytes(model, layout):
     module = TokenLogprobs(model.train(), temperature=1.0, chunk_mib=1)
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage  # a reference keeps the address from being reused
         return tensor
 
@@ -63,7 +63,7 @@ def _kept(model, layout):
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keeps what flash-attention keeps, and computes nothing."""
+    """Keeps the same tensors as flash-attention, and computes nothing."""
 
     @staticmethod
     def forward(ctx, q, k, v, ends, key_ends):
@@ -77,6 +77,6 @@ class _FlashAttention(torch.autograd.Function):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
 
 
-def varlen_that_keeps(q, k, v, own, whole, scale, left, dropout):
-    """Save for the backward pass what flash-attention saves, and compute nothing: a `VarlenFunction`."""
-    return _FlashAttention.apply(q, k, v, own.ends, whole.ends)
+def varlen_that_keeps(q, k, v, queries, keys, scale, left, dropout):
+    """Keep the same tensors as flash-attention, and compute nothing. A `VarlenFunction`."""
+    return _FlashAttention.apply(q, k, v, queries.ends, keys.ends)

@@ -1,4 +1,4 @@
-"""Settings of the algorithm, and batches, for tests of advantages and the loss."""
+"""Algorithm settings and batches for tests of advantages and the loss."""
 
 from dataclasses import fields, replace
 
@@ -21,19 +21,19 @@ def objective(*, distillation=None, demonstration_coef=0.0, supervised=False, co
 
 
 def choose(key, name, **settings):
-    """Return `algorithm.<key>` for the member ``name`` with those of ``settings`` that it has."""
+    """Return `algorithm.<key>` for the member ``name``, with the ``settings`` that it has."""
     member = member_called(members(AlgorithmConfig.model_fields[key].annotation), name)
     return {member.tag: name, **{key: value for key, value in settings.items() if key in member.model_fields}}
 
 
 def algorithm(advantage="grpo", **settings):
-    """Return `algorithm`; ``settings``: its keys, and settings of the estimator, if that has them."""
+    """Return `algorithm`. ``settings``: its keys, and settings of the estimator, if it has them."""
     keys = {name: value for name, value in settings.items() if name in AlgorithmConfig.model_fields}
     return AlgorithmConfig(advantage=choose("advantage", advantage, **settings), **keys)
 
 
 def credit(advantage="grpo", **settings):
-    """Return advantage settings; ``settings``: their fields, or those of `algorithm`."""
+    """Return advantage settings. ``settings``: their fields, or keys of `algorithm`."""
     names = {field.name for field in fields(AdvantageSettings)} & set(settings)
     return AdvantageSettings(algorithm(advantage, **settings), **{name: settings[name] for name in names})
 
@@ -42,19 +42,19 @@ def train_batch(mask, *, tokens=None, lengths=None, teacher=None, demonstrated=N
     """Return rows that share nothing, whose tokens of the policy loss are in ``mask`` [B, T].
 
     Args:
-        sizes: denominators other than those of ``mask``.
+        sizes: denominators that replace the counts of ``mask``.
         policy: fields of `PolicyStream`; by default advantages and the engine's log-probs are 0.
     """
     rows, width = mask.shape
     zeros = torch.zeros(mask.shape)
-    known = {"tokens": float(mask.sum()), "sequences": float(mask.any(dim=1).sum())} | (sizes or {})
+    counts = {"tokens": float(mask.sum()), "sequences": float(mask.any(dim=1).sum())} | (sizes or {})
     stream = {"advantages": zeros, "rollout_logprobs": zeros, "ref_logprobs": None, "max_tokens": width}
     return TrainBatch(
         tokens=torch.zeros(mask.shape, dtype=torch.long) if tokens is None else tokens,
         lengths=torch.full((rows,), width) if lengths is None else lengths,
         group_ids=torch.arange(rows), prompt_lengths=torch.zeros(rows, dtype=torch.long), temperatures=None,
         routes=None, kept=None, row_ids=torch.arange(rows), policy=PolicyStream(mask, **stream | policy),
-        denominators=Denominators(**known), teacher=teacher, demonstrated=demonstrated,
+        denominators=Denominators(**counts), teacher=teacher, demonstrated=demonstrated,
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def change(batch, **changes):
 
 
 def check_equal(actual, expected):
-    """Assert that two records have equal tensors, of the same types, and other values."""
+    """Assert that two records have equal tensors, also in dtype, and equal other values."""
     for field in fields(expected):
         ours, theirs = getattr(actual, field.name), getattr(expected, field.name)
         if isinstance(theirs, torch.Tensor):
@@ -82,6 +82,6 @@ def check_equal(actual, expected):
 
 
 def nothing_trained(batch):
-    """Return ``batch`` without a token of the policy loss."""
+    """Return ``batch`` without tokens in the policy loss."""
     mask = torch.zeros_like(batch.policy.mask)
     return change(batch, policy={"mask": mask}, denominators={"tokens": 0.0, "sequences": 0.0})

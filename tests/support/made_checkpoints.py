@@ -1,4 +1,4 @@
-"""Checkpoints of a run that only saves, for tests."""
+"""Checkpoints of a run that only saves."""
 
 import asyncio
 from pathlib import Path
@@ -24,7 +24,7 @@ class Disk:
 
     def __init__(self, fails=False, writing=None):
         self.policy, self.reference, self._fails = self, None, fails
-        self._writing = writing  # an event that the writing of files waits for
+        self._writing = writing  # an event to wait for before writing files
 
     async def save(self, directory: Path, *, blocking: bool):
         directory.mkdir()
@@ -42,14 +42,10 @@ class Disk:
 
 def group(prompt):
     rollout = Rollout(
-        prompt_uid=prompt.uid,
-        sample=0,
-        completion_ids=np.array([4, 2], np.int32),
-        logprobs=np.array([-0.5, -0.25], np.float32),
-        finish_reason="stop",
-        text="x",
+        prompt_uid=prompt.uid, sample=0, completion_ids=np.array([4, 2], np.int32),
+        logprobs=np.array([-0.5, -0.25], np.float32), finish_reason="stop", text="x",
         policy_versions=np.array([3, 3], np.int32),
-    )
+    )  # fmt: skip
     rewards = np.array([1.0], np.float32)
     return Group(prompt, (rollout,), rewards, {"math": rewards}, ("correct",), baseline_reward=0.5)
 

@@ -14,17 +14,14 @@ def completion_group(
     """Build a group; ``lengths`` are tokens of each completion, all distinct (None: one per character)."""
     lengths = [len(c) for c in completions] if lengths is None else lengths
     return CompletionGroup(
-        completions=tuple(completions),
-        token_ids=tuple(np.arange(n, dtype=np.int32) for n in lengths),
-        finish_reasons=tuple(reasons or ["stop"] * len(completions)),
-        gold=gold,
-        columns=columns or {},
+        completions=tuple(completions), token_ids=tuple(np.arange(n, dtype=np.int32) for n in lengths),
+        finish_reasons=tuple(reasons or ["stop"] * len(completions)), gold=gold, columns=columns or {},
         max_new_tokens=max_new_tokens,
-    )
+    )  # fmt: skip
 
 
 def spec(name, function, weight=1.0, kwargs=None, **gate) -> RewardConfig:
-    # Not validated: some tests name what no configuration can.
+    # Not validated: some tests use values that no configuration can have.
     fields = {"name": name, "function": function, "weight": weight, "kwargs": kwargs or {}}
     return RewardConfig.model_construct(**fields, **gate)
 
@@ -34,7 +31,7 @@ def term(name, weight=1.0, **gate) -> RewardConfig:
 
 
 def scored(pool, group, *functions) -> tuple[Scores, Scorer]:
-    """Score a group by a scorer of its own, which is closed."""
+    """Score a group with a new scorer, which is closed."""
     scorer = Scorer(functions, pool)
     try:
         return scorer.score(group), scorer

@@ -1,4 +1,4 @@
-"""Groups of episodes with tool calls, as the loop over turns makes them, and their tables."""
+"""Groups of episodes with tool calls, as from the loop over turns."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def ids_of(text):
 def row_of(*parts):
     """Return ids, log-probs, versions and mask of a row of (text, whether the policy sampled it)."""
     ids = [ids_of(text) for text, _ in parts]
-    sampled = np.repeat([own for _, own in parts], [len(own) for own in ids])
+    sampled = np.repeat([is_sampled for _, is_sampled in parts], [len(part) for part in ids])
     logprobs = np.where(sampled, -0.01 * np.arange(1, len(sampled) + 1), 0).astype(np.float32)
     return np.concatenate(ids), logprobs, np.where(sampled, 3, -1).astype(np.int32), sampled
 
@@ -26,32 +26,29 @@ def end_of(*texts):
 
 
 def generated(ids, logprobs=0.0, version=0, routes=None):
-    """Return an engine's output of these tokens. ``logprobs``: one for all, or of each."""
+    """Return an engine's output of these tokens. ``logprobs``: one value for all, or one each."""
     size = len(ids)
     values = np.full(size, logprobs, np.float32), np.full(size, version, np.int32)
     return Generation(list(map(int, ids)), *values, "stop", routes=routes)
 
 
 def called(answer, *, outcome="ok", result=RESULT, sample=0, finish="stop", reward=None):
-    """An episode of one call and the answer to its result. Its observation is what the tool said."""
+    """Return an episode of one call and the answer to its result. The tool's output is the observation."""
     ids, logprobs, versions, sampled = row_of((CALL, True), (result, False), (answer, True))
-    said = result.split("\n")[1]
-    tool = ToolCall("calculator", "347*58", said, outcome, 0.0123)
-    turns = (
-        Turn(0, end_of(CALL), CALL.rstrip(), said, (tool,)),
-        Turn(0, len(ids), answer, "", (), reward),
-    )
+    output = result.split("\n")[1]
+    tool = ToolCall("calculator", "347*58", output, outcome, 0.0123)
+    turns = (Turn(0, end_of(CALL), CALL.rstrip(), output, (tool,)), Turn(0, len(ids), answer, "", (), reward))
     return Rollout("p", sample, ids, logprobs, finish, answer, versions, sampled, turns)
 
 
 def direct(answer, *, sample=1):
-    """An episode without a call."""
+    """Return an episode without a call."""
     ids, logprobs, versions, _ = row_of((answer, True))
     return Rollout("p", sample, ids, logprobs, "stop", answer, versions, None, (Turn(0, len(ids), answer),))
 
 
 def rewritten(answer, *, sample=2):
-    """An episode whose environment speaks, and whose second action is in a row of its own."""
+    """Return an episode with an environment's message, whose second action is in a separate row."""
     first, second = row_of(("higher or lower?", True)), row_of((answer, True))
     context = ids_of("<|user|>p<|assistant|>short<|user|>lower<|assistant|>")
     further = FurtherRow(context, second[0], second[1], second[2], None)
@@ -63,7 +60,7 @@ def rewritten(answer, *, sample=2):
 
 
 def episodes(uid="p", source="products"):
-    """One group: a call with its result, a guess, an episode of two rows, and a call that ran out of time."""
+    """Return one group: a call with its result, a guess, an episode of two rows, and a timed-out call."""
     rollouts = (
         called("\\boxed{20126}"),
         direct("\\boxed{29406}"),

@@ -37,15 +37,12 @@ def group(
         length = int(rng.integers(1, longest))
         rollouts.append(
             Rollout(
-                prompt_uid=prompt.uid,
-                sample=i,
+                prompt_uid=prompt.uid, sample=i,
                 completion_ids=rng.integers(11, 108, length).astype(np.int32),
-                logprobs=-rng.random(length).astype(np.float32) * 5,
-                finish_reason="stop",
-                text="",
+                logprobs=-rng.random(length).astype(np.float32) * 5, finish_reason="stop", text="",
                 policy_versions=np.zeros(length, np.int32),
             )
-        )
+        )  # fmt: skip
     rewards = rng.random(samples) if rewards is None else rewards
     return Group(prompt, tuple(rollouts), np.asarray(rewards, np.float32), {}, ("",) * samples)
 
@@ -72,8 +69,8 @@ def group_of(rewards, lengths, *, prompt_tokens=2, parts=None, reasons=None, **f
 def episode_group(
     index: int, rng: np.random.Generator, *, samples: int = 4, rewards=None, rewritten: float = 0.3
 ) -> Group:
-    """Episodes of one to four turns. Given tokens have log-probs that no reader may look at. ``rewritten``:
-    how likely a turn begins a further row, half of them with another prompt in front.
+    """Return episodes of one to four turns. Tokens that were not sampled have NaN log-probs, which nothing
+    may read. ``rewritten``: probability that a turn begins a further row, half of these with another prompt.
     """
     prompt = Prompt(f"p{index}", _ids(rng, 6 + index), "1", "made", f"problem {index}")
     rollouts = tuple(_episode(prompt, i, rng, rewritten) for i in range(samples))
@@ -82,7 +79,7 @@ def episode_group(
 
 
 def _episode(prompt: Prompt, sample: int, rng: np.random.Generator, rewritten: float) -> Rollout:
-    rows, turns, contexts = [[]], [], []  # of each row, (token, was sampled) pairs
+    rows, turns, contexts = [[]], [], []  # a row has (token, was sampled) pairs
     for t in range(int(rng.integers(1, 5))):
         if t and rng.random() < rewritten:
             rows.append([])
@@ -104,7 +101,7 @@ def _episode(prompt: Prompt, sample: int, rng: np.random.Generator, rewritten: f
 
 
 def _row_fields(row: list[tuple[int, bool]], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    sampled = np.array([own for _, own in row])
+    sampled = np.array([was_sampled for _, was_sampled in row])
     return {
         "completion_ids": np.array([token for token, _ in row], np.int32),
         "logprobs": np.where(sampled, -5 * rng.random(len(row)), np.nan).astype(np.float32),
@@ -133,7 +130,7 @@ def episode_batch(*, groups: int = 3, samples: int = 4, seed: int = 0, rewritten
 
 
 def demonstrations(count: int, *, seed: int = 0, longest: int = 9):
-    """Return demonstrations as groups; every other one begins with given tokens."""
+    """Return demonstrations as groups; every other one begins with tokens that are not learned."""
     rng = np.random.default_rng(seed)
     made = []
     for i in range(count):
@@ -147,12 +144,8 @@ def demonstrations(count: int, *, seed: int = 0, longest: int = 9):
     return made
 
 
-def drawn_at(group: Group, temperature: float) -> Group:
-    return replace(group, rollouts=tuple(replace(r, temperature=temperature) for r in group.rollouts))
-
-
 def taught_row(row, rng: np.random.Generator, top_k: int = 0) -> TeacherLogprobs:
-    """Return what a teacher might give for ``row``: with ``top_k`` two thirds of its probability or so."""
+    """Return plausible teacher log-probs for ``row``; ``top_k`` tokens have about 2/3 of the probability."""
     size = len(row.completion_ids)
     sampled = -5 * rng.random(size, dtype=np.float32)
     if not top_k:
@@ -163,27 +156,28 @@ def taught_row(row, rng: np.random.Generator, top_k: int = 0) -> TeacherLogprobs
 
 
 def mixed_batch(*, samples: int = 4, seed: int = 0, with_reference: bool = True, top_k: int = 0):
-    """Return rows of all three streams: four groups of completions and two of episodes, of which the first
-    half has a teacher, which gives ``top_k`` tokens; a sample without a reward in each half; and five
-    demonstrations. Every group has a temperature of its own.
+    """Return rows of all three streams: four groups of completions and two of episodes, half of which have a
+    teacher with ``top_k`` tokens; an unscored sample in each half; and five demonstrations. Every group has
+    another temperature.
     """
     rng = np.random.default_rng(seed)
     made = [group(i, rng, samples=samples) for i in range(4)]
     made += [episode_group(i, rng, samples=samples) for i in range(4, 6)]
-    made = [drawn_at(g, 0.55 + 0.2 * i) for i, g in enumerate(made)]
+    for i, g in enumerate(made):
+        made[i] = replace(g, rollouts=tuple(replace(r, temperature=0.55 + 0.2 * i) for r in g.rollouts))
     for index in (0, 3):
         made[index].rewards[1] = np.nan
     advantages = [rng.standard_normal(samples).astype(np.float32) for _ in made]
     rows = [(i, row) for i, g in enumerate(made) for r in g.rollouts for row in r.rows]
     reference = [-5 * rng.random(len(row.completion_ids), dtype=np.float32) for _, row in rows]
     teachers = [taught_row(row, rng, top_k) if i in (0, 1, 4) else None for i, row in rows]
-    known = reference if with_reference else None
-    batch = make_batch(made, advantages, ref_logprobs=known, max_new_tokens=40, teachers=teachers)
+    ref_logprobs = reference if with_reference else None
+    batch = make_batch(made, advantages, ref_logprobs=ref_logprobs, max_new_tokens=40, teachers=teachers)
     return with_demonstrations(batch, demonstrations(5, seed=seed), first_row=len(rows))
 
 
 def demonstrated_batch(*, seed: int = 0):
-    """Return `mixed_batch` with the demonstrations as its only stream, as where every sample is left out."""
+    """Return `mixed_batch` with demonstrations as its only stream, as if every sample were excluded."""
     batch = mixed_batch(seed=seed)
     sizes = Denominators(0.0, 0.0, demonstrated=batch.denominators.demonstrated)
     policy = replace(batch.policy, mask=torch.zeros_like(batch.policy.mask))
@@ -202,7 +196,7 @@ def truncated(groups, vocabulary: int, *, seed: int = 0):
             size = rng.choice([1, 2, 3, vocabulary // 2, vocabulary - 1, vocabulary])
             lists.append(np.union1d(rng.permutation(vocabulary)[:size], [token]))
         if row.sampled is not None:
-            lists = [own if is_own else [] for own, is_own in zip(lists, row.sampled, strict=True)]
+            lists = [ids if sampled else [] for ids, sampled in zip(lists, row.sampled, strict=True)]
         return KeptTokens.from_lists(lists, vocabulary)
 
     def with_masks(rollout):
@@ -229,8 +223,8 @@ def truncated_batch(vocabulary: int, *, groups: int = 3, samples: int = 4, seed:
 
 
 def check_stored(groups, directory, field, same):
-    """Assert that ``field`` of every row, further ones too, comes back from what is sent and from the files
-    of checkpoints, by ``same(one, other)``, and that the records of a run are without it.
+    """Assert that ``field`` of every row, also further ones, survives sending and checkpoint files, by
+    ``same(one, other)``, and that the records of a run lack it.
     """
     prompts = {g.prompt.uid: g.prompt for g in groups}
     write_groups(directory / "kept.parquet", groups, for_training=True)
@@ -248,12 +242,12 @@ def check_stored(groups, directory, field, same):
 
 
 def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:
-    """Return the rows that each rank gets, as it receives them."""
+    """Return the rows of each rank, as it receives them."""
     return [batch.select(rows) for rows in rows_of_ranks(batch, ranks, square=square)]
 
 
 class Pair(NamedTuple):
-    """Token ids of a demonstration; ``sampled``: of each token of the completion, whether it is learned."""
+    """Token ids of a demonstration; ``sampled``: whether each token of the completion is learned."""
 
     prompt: list[int]
     completion: list[int]

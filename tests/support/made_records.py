@@ -16,19 +16,16 @@ def made_prompts(count: int) -> list[Prompt]:
     rng = np.random.default_rng(0)
     return [
         Prompt(
-            uid=f"made/{i:06d}",
-            token_ids=rng.integers(0, 32_000, PROMPT_TOKENS).astype(np.int32),
-            answer=str(i),
-            source="made",
-            text=f"How many are {i} and {i + 1} apples? " * 4,
+            uid=f"made/{i:06d}", token_ids=rng.integers(0, 32_000, PROMPT_TOKENS).astype(np.int32),
+            answer=str(i), source="made", text=f"How many are {i} and {i + 1} apples? " * 4,
         )
         for i in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def made_rollouts(uid: str, count: int, rng: np.random.Generator, turns: int = 0) -> tuple[Rollout, ...]:
-    """Make ``count`` samples with about three letters a token. ``turns``: of an episode of the same length,
-    in which every fifth token is given, and every turn but the last has a call; 0: completions.
+    """Make ``count`` samples with about three letters per token. ``turns``: 0: completions; otherwise
+    episodes of the same length: every fifth token is not sampled, every turn but the last has a call.
     """
     lengths = rng.integers(SHORTEST, LONGEST + 1, count).tolist()
     made = _completions(uid, lengths, rng)
@@ -41,8 +38,8 @@ def _as_episode(rollout: Rollout, turns: int) -> Rollout:
     made = []
     for turn, end in enumerate(ends):
         begin, letters = (ends[turn - 1] if turn else 0), 3
-        given = (end - begin) // 5 if turn else 0
-        sampled[begin : begin + given] = False
+        num_given = (end - begin) // 5 if turn else 0
+        sampled[begin : begin + num_given] = False
         text = rollout.text[letters * begin : letters * end]
         call = ToolCall("python", text, text[:60], "ok", 0.2)
         last = turn + 1 == turns
@@ -68,7 +65,7 @@ def _completions(uid: str, lengths: list[int], rng: np.random.Generator) -> tupl
 
 
 def made_group(prompt: Prompt, rollouts: tuple[Rollout, ...]) -> Group:
-    """Make a group in which every other sample is right, so that no group is left out of training."""
+    """Make a group in which every other sample is right, so that no group is zero-variance."""
     rewards = (np.arange(len(rollouts)) % 2).astype(np.float32)
     outcomes = tuple("correct" if reward else "wrong" for reward in rewards)
     return Group(prompt, rollouts, rewards, {"math": rewards}, outcomes, score_s=0.001)

@@ -1,4 +1,4 @@
-"""A run's directory with the weights of its policy, as a rank at ZeRO stage 0 saves them, for tests."""
+"""A run's directory with the weights of its policy, as saved by a rank at ZeRO stage 0."""
 
 import json
 
@@ -10,7 +10,7 @@ from grpo_dist.runs.checkpoint import write_manifest
 
 
 def write_run(run_dir, config, base, step=1, dtype=torch.float32):
-    """Write a checkpoint of ``step`` with other weights than those of ``base``. Return the trained model."""
+    """Write a checkpoint of ``step`` with weights that differ from ``base``. Return the trained model."""
     policy = config.policy.model_copy(update={"zero_stage": 0})
     section = config.model.model_copy(update={"packing": False, "attention": "auto"})
     model = trainable_model(str(base), dtype, section, policy, config.seed).eval()

@@ -1,12 +1,10 @@
-"""Small models of many kinds: architectures, mixtures of experts, wrapped text models,
-adapters.
-"""
+"""Small models of many kinds: architectures, mixtures of experts, wrapped text models, adapters."""
 
 import json
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from grpo_dist.config import LoRAConfig
 from grpo_dist.demo.model import random_model
@@ -30,12 +28,12 @@ _ORIGINAL = {"original_max_position_embeddings": 256, "rope_theta": 10000.0}
 _PHI3 = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 _ALL_HEADS = {"num_key_value_heads": 4}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
-# vLLM's Gemma and Cohere have no head of their own.
+# vLLM's Gemma and Cohere have no separate head.
 _TIED = {"sliding_window": 16, "tie_word_embeddings": True}
 # Caps that change the attention and the logits of a random model.
 _GEMMA2 = _TIED | {"head_dim": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}
 
-# Model type and what differs, by the name of the case.
+# Model type and changes to `_COMMON`, by case.
 SHAPES = {
     "cohere2, scaled logits": ("cohere2", _TIED | {"sliding_window": 256, "logit_scale": 0.25}),
     "ernie4_5": ("ernie4_5", {}),
@@ -54,7 +52,8 @@ SHAPES = {
     "llama, linear positions": ("llama", {"rope_parameters": _LINEAR, "max_position_embeddings": 128}),
     "llama, scaled positions": ("llama", {"rope_parameters": _LLAMA3 | _ROPE}),
     "mistral, sliding window": ("mistral", {"sliding_window": 16, "head_dim": 32}),
-    "nemotron": ("nemotron", {}),
+    # At 0.1 the squared ReLU leaves float32 log-probs 2e-5 from float64, other shapes 4e-6.
+    "nemotron": ("nemotron", {"initializer_range": 0.05}),
     "olmo": ("olmo", {}),
     "olmo2": ("olmo2", {}),
     "olmo3, sliding window": ("olmo3", {"sliding_window": 16}),
@@ -107,19 +106,16 @@ def write_config(directory, config):
 
 def tied_model(directory, kind):
     """Return such a model whose experts are almost tied for every token: rounding decides between them."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    own, source = directory / f"tied-{kind}", expert_model(directory, kind)
+    target, source = directory / f"tied-{kind}", expert_model(directory, kind)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in model.get_decoder().layers:
             gate = layer.mlp.gate.weight
             gate.copy_(gate[:1] + 1e-8 * torch.randn(gate.shape, generator=generator))
-    model.save_pretrained(own)
-    AutoTokenizer.from_pretrained(source).save_pretrained(own)
-    return own
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    return target
 
 
 def expert_model(directory, kind, **changes):
@@ -127,7 +123,7 @@ def expert_model(directory, kind, **changes):
     return random_model(write_shape(directory, kind, **changes), seed=0)
 
 
-# A tiny GLM-4-MoE whose routers choose experts by a bias: a buffer of the checkpoint, no parameter.
+# A tiny GLM-4-MoE whose routers choose experts by a bias: a buffer of the checkpoint, not a parameter.
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 _SHAPE = {
@@ -175,8 +171,7 @@ _WRAPPED_EXPERTS = {
 _PIXTRAL = _VISION | {"model_type": "pixtral", "head_dim": 16}
 _CLIP = _VISION | {"model_type": "clip_vision_model"}
 
-# Of text and vision, by model type.
-WRAPPED_SHAPES = {
+WRAPPED_SHAPES = {  # settings of text and vision, by model type
     "gemma3": (_TEXT | {"sliding_window": 16}, _VISION),
     "gemma4": (_TEXT | {"vocab_size_per_layer_input": 272, "hidden_size_per_layer_input": 8}, _VISION),
     "llava": (_TEXT | {"model_type": "llama", "tie_word_embeddings": False}, _CLIP),
@@ -187,13 +182,11 @@ WRAPPED_SHAPES = {
 
 
 def wrapper(directory, kind, **text):
-    """Write the checkpoint of type ``kind`` to ``directory``; return the model. ``text``: changes its text
+    """Write the checkpoint of type ``kind`` to ``directory``; return the model. ``text``: changes to its text
     model's configuration.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    of_text, of_vision = WRAPPED_SHAPES[kind]
-    config = AutoConfig.for_model(kind, text_config=of_text | text, vision_config=of_vision)
+    text_shape, vision_shape = WRAPPED_SHAPES[kind]
+    config = AutoConfig.for_model(kind, text_config=text_shape | text, vision_config=vision_shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -212,7 +205,7 @@ def wrapper(directory, kind, **text):
 # LoRA adapters as peft writes them, with random values.
 
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
-LORA = LoRAConfig(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))  # that continues it
+LORA = LoRAConfig(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))  # continues such an adapter
 
 
 def logits(model, ids):

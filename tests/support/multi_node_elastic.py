@@ -30,8 +30,8 @@ def command(directory, *overrides):
 
 
 def serving(run_dir):
-    found = lines(run_dir)
-    return found[-1]["engines/serving"] if found else 0
+    records = lines(run_dir)
+    return records[-1]["engines/serving"] if records else 0
 
 
 def drain(cluster, node):
@@ -44,17 +44,17 @@ def drain(cluster, node):
 
 def main(directory, placement):
     cluster = PatientCluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    # The policy's rank and the engine that is reserved; on the same core where they take turns.
+    # The policy's rank and the reserved engine; on one core if colocated.
     cluster.add_node(num_cpus=1 if placement == "colocated" else 2)
     ray.init(address=cluster.address, log_to_driver=False)
     run_dir = Path(directory) / "run"
-    own = command(
+    train = command(
         directory,
         f"cluster.placement={placement}",
         f"cluster.address={cluster.address}",
         "rollout.num_workers={min: 1, max: 3}",
     )
-    with started(own, directory, cluster) as run:
+    with started(train, directory, cluster) as run:
 
         def until(count, what):
             wait(lambda: serving(run_dir) == count, run, what)

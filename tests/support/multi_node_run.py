@@ -1,6 +1,6 @@
 """A training run on several nodes that another job shares; `test_lost_nodes` runs it as a process.
 
-First the node of an engine is lost, then that of the policy.
+First the node of an engine is lost, then the policy's node.
 """
 
 import json
@@ -30,11 +30,11 @@ class Tenant:
 
 
 def homes():
-    """Return the node of every worker of the run, by class."""
+    """Return the node of each worker of the run, by class."""
     return {
-        known["ActorClassName"]: known["Address"]["NodeID"]
-        for known in actors().values()
-        if known["State"] == "ALIVE" and known["ActorClassName"] in ("RolloutWorker", "PolicyWorker")
+        actor["ActorClassName"]: actor["Address"]["NodeID"]
+        for actor in actors().values()
+        if actor["State"] == "ALIVE" and actor["ActorClassName"] in ("RolloutWorker", "PolicyWorker")
     }
 
 
@@ -69,9 +69,9 @@ def lose(cluster, run_dir, run, role):
 
 @contextmanager
 def started(command, directory, cluster):
-    """Start ``command``, with what it prints in said.txt; at the end kill it and shut the cluster down."""
-    with open(Path(directory) / "said.txt", "w") as said:
-        run = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+    """Start ``command`` with its output in output.txt; at the end kill it and shut the cluster down."""
+    with open(Path(directory) / "output.txt", "w") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             yield run
         finally:
@@ -104,7 +104,7 @@ def main(directory):
         assert ray.get(tenant.count.remote()) == 2  # the same actor, untouched
         alive = [a for a in actors().values() if a["State"] == "ALIVE"]
         assert [a["ActorClassName"] for a in alive] == ["Tenant"], alive
-        print("another job's actor is as it was, and none of the run is left", flush=True)
+        print("another job's actor is untouched, and no actor of the run is left", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Short ways to write tensors worked by hand, and to compare with them."""
+"""Helpers to write tensors worked by hand, and to compare with them."""
 
 import math
 
@@ -37,14 +37,14 @@ def one_row(loss, ratios, advantages, *, logprobs=None, **settings):
     return losses.detach(), gradient, {name: float(value) for name, value in stats.items()}
 
 
-# The smallest causal model with the loss behind it, for tests of what no split of the rows changes.
+# The smallest causal model with the loss, for tests of invariance to how rows are split.
 
 VOCABULARY = 108  # as in `made_groups`
 
 
 class Tiny(torch.nn.Module):
     """A causal model of two matrices: hidden states are running means of embeddings. The temperature is 0.9
-    where rows have none of their own.
+    for rows without one.
     """
 
     def __init__(self, dtype):
@@ -56,19 +56,15 @@ class Tiny(torch.nn.Module):
         )
 
     def forward(self, batch):
-        """Return log-probs and entropies, and what `divergence_from_teacher` needs."""
+        """Return log-probs and entropies, and the inputs of `divergence_from_teacher`."""
         steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
         hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
         layout = padded(batch.tokens, batch.wanted, batch.temperatures, teacher=batch.teacher)
         values, entropies, candidates = selected_logprobs(
-            hidden.flatten(0, 1)[layout.sources],
-            self.head,
-            layout.targets,
-            layout.candidates,
-            temperature=0.9 if layout.temperature is None else layout.temperature,
-            chunk_tokens=64,
+            hidden.flatten(0, 1)[layout.sources], self.head, layout.targets, layout.candidates,
+            temperature=0.9 if layout.temperature is None else layout.temperature, chunk_tokens=64,
             with_entropy=True,
-        )
+        )  # fmt: skip
         return layout.unpack_rows(values), layout.unpack_rows(entropies), (candidates, layout)
 
     def gradient(self, parts, settings):

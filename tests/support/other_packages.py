@@ -1,4 +1,4 @@
-"""Interpreters with packages that this installation may lack or exclude, and servers that run in them."""
+"""Interpreters with packages that this installation may lack, and servers that run in them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ _READY = ROOT / ".venv-packages/.ready"  # made once everything is installed
 
 
 def interpreter_with(package: str) -> str:
-    """Return an interpreter with ``package``: that of the variable PYTHON_WITH_<PACKAGE>, the one that
-    `make test` sets up (launch/environment_packages.sh), or this one.
-
-    Skips the test where there is none.
+    """Return an interpreter with ``package``: the variable PYTHON_WITH_<PACKAGE>, the one that `make test`
+    sets up (launch/environment_packages.sh), or this one. Skips the test if there is none.
     """
     variable = f"PYTHON_WITH_{package.upper()}"
     if named := os.environ.get(variable) or (str(_OWN) if _READY.exists() else ""):
@@ -42,7 +40,7 @@ def interpreter_with(package: str) -> str:
 
 @contextmanager
 def server_of(code: str, python: str, directory: Path) -> Iterator[str]:
-    """Run ``code``, which serves HTTP at the port of its first argument; give the address."""
+    """Run ``code``, which serves HTTP at the port in its first argument; yield the address."""
     (directory / "server.py").write_text(code)
     port = free_port()
     process = subprocess.Popen([python, str(directory / "server.py"), str(port)])
@@ -61,7 +59,7 @@ def server_of(code: str, python: str, directory: Path) -> Iterator[str]:
 
 
 def taskset(reward: str, *, metric: str, short: int) -> str:
-    """Return the module of a `verifiers` taskset Sums, "1+1=" and on.
+    """Return the module of a `verifiers` taskset Sums: "1+1=", "2+2=", ...
 
     ``reward``: an expression of `reply` and `answer`, reported as ``metric``. A reply below ``short``
     characters adds a reward of 1 with weight 0.5.
@@ -105,8 +103,8 @@ class Sums(vf.Taskset[Sum, Config]):
 def game_server(asked: str, step: str, *, sessions: int) -> str:
     """Return a server of `openenv` for a game about the last digit of the seed, `self.number`.
 
-    ``asked``: its first words, with {seed}. ``step``: statements that return the answer to `said`, in turn
-    `self.count`. ``sessions``: most at once.
+    ``asked``: its first message, with {seed}. ``step``: statements that return the answer to `said` in turn
+    `self.count`. ``sessions``: maximum at a time.
     """
     return f"""
 import sys

@@ -1,8 +1,8 @@
 """Losses, advantages, divergences and aggregations as their papers write them: loops over plain numbers.
 
-Nothing here imports the package. A policy loss is a function of one sequence: ``new`` is what the gradient
-is taken in, ``fixed`` the same numbers behind a stop-gradient, ``old`` those of the policy that sampled. It
-returns the loss of each token, or one number where the paper has a loss of the whole sequence alone.
+Nothing here imports the package. A policy loss is a function of one sequence's log-probs: ``new`` carries the
+gradient, ``fixed`` has the same numbers behind a stop-gradient, ``old`` is from the policy that sampled. It
+returns the loss of each token, or one number if the paper only has a loss of the whole sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def of_tokens(each: Callable[..., float]) -> Loss:
+def per_token(each: Callable[..., float]) -> Loss:
     """Apply ``each`` to (new, fixed, old, advantage) of every token."""
 
     def loss(new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, **how: float) -> Numbers:
@@ -38,7 +38,7 @@ def reinforce(n: float, f: float, o: float, a: float) -> float:
 
 
 def ppo(n: float, f: float, o: float, a: float, *, clip_low=0.2, clip_high=0.2, dual_clip=None) -> float:
-    """1707.06347, equation 7; bounds apart: 2503.14476; dual clip: 1912.09729, equation 5."""
+    """1707.06347, equation 7; separate bounds: 2503.14476; dual clip: 1912.09729, equation 5."""
     r = math.exp(n - o)
     gain = min(r * a, clip(r, 1 - clip_low, 1 + clip_high) * a)
     if dual_clip is not None and a < 0:
@@ -64,8 +64,8 @@ def sapo(n: float, f: float, o: float, a: float, *, tau_positive=1.0, tau_negati
 
 def dppo_tv(n: float, f: float, o: float, a: float, *, clip_low=0.2, clip_high=0.2, ratio_cap=20.0) -> float:
     """2602.04879, with the total variation of "this token or any other"."""
-    moved = math.exp(f) - math.exp(o)
-    if (a > 0 and moved > clip_high) or (a < 0 and -moved > clip_low):
+    change = math.exp(f) - math.exp(o)
+    if (a > 0 and change > clip_high) or (a < 0 and -change > clip_low):
         return 0.0
     return -min(math.exp(f - o), ratio_cap) * a * n
 
@@ -91,13 +91,13 @@ def topr_token(n: float, f: float, o: float, a: float) -> float:
 
 
 def gspo(new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, *, clip_low=3e-4, clip_high=4e-4):
-    """2507.18071, equations 13 and 14: the value is that of the sequence, the gradient the token's own."""
+    """2507.18071, equations 13 and 14: the value is the sequence's, the gradient the token's."""
     s = math.exp(sum(f - o for f, o in zip(fixed, old, strict=True)) / len(new))
-    found = []
+    losses = []
     for n, f, a in zip(new, fixed, advantages, strict=True):
-        own = s * math.exp(n - f)
-        found.append(-min(own * a, clip(own, 1 - clip_low, 1 + clip_high) * a))
-    return found
+        ratio = s * math.exp(n - f)
+        losses.append(-min(ratio * a, clip(ratio, 1 - clip_low, 1 + clip_high) * a))
+    return losses
 
 
 def gspo_segment(
@@ -143,21 +143,21 @@ def vespo(
 ) -> Numbers:  # fmt: skip
     """2602.10693, section 3.4."""
     w = math.exp(sum(f - o for f, o in zip(fixed, old, strict=True)))
-    found = []
+    losses = []
     for n, a in zip(new, advantages, strict=True):
         k, decay = (k_positive, lambda_positive) if a >= 0 else (k_negative, lambda_negative)
-        found.append(-(w**k) * math.exp(decay * (1 - w)) * a * n)
-    return found
+        losses.append(-(w**k) * math.exp(decay * (1 - w)) * a * n)
+    return losses
 
 
-SELECTED_EVERY = 3  # clip_cov, kl_cov: the tokens 0, 3, 6, ... of a sequence are those selected
+SELECTED_EVERY = 3  # clip_cov, kl_cov: the tokens 0, 3, 6, ... of a sequence are selected
 
 
 def clip_cov(
     new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, *, clip_low=0.2, clip_high=0.2
 ) -> Numbers:
     """2505.22617, equation 12: a selected token has no loss."""
-    losses = of_tokens(ppo)(new, fixed, old, advantages, clip_low=clip_low, clip_high=clip_high)
+    losses = per_token(ppo)(new, fixed, old, advantages, clip_low=clip_low, clip_high=clip_high)
     return [0.0 if t % SELECTED_EVERY == 0 else loss for t, loss in enumerate(losses)]
 
 
@@ -170,15 +170,15 @@ def kl_cov(new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, *, c
 
 
 POLICY_LOSSES: dict[str, Loss] = {
-    "policy_gradient": of_tokens(reinforce), "ppo_clip": of_tokens(ppo), "cispo": of_tokens(cispo),
-    "sapo": of_tokens(sapo), "dppo_tv": of_tokens(dppo_tv), "dppo_kl": of_tokens(dppo_kl),
-    "dro": of_tokens(dro), "topr_token": of_tokens(topr_token),
+    "policy_gradient": per_token(reinforce), "ppo_clip": per_token(ppo), "cispo": per_token(cispo),
+    "sapo": per_token(sapo), "dppo_tv": per_token(dppo_tv), "dppo_kl": per_token(dppo_kl),
+    "dro": per_token(dro), "topr_token": per_token(topr_token),
     "gspo": gspo, "gspo_segment": gspo_segment, "gmpo": gmpo, "kimi15": kimi15, "topr": topr,
     "reinforce_is": reinforce_is, "vespo": vespo, "clip_cov": clip_cov, "kl_cov": kl_cov,
 }  # fmt: skip
 
 
-# --- advantages: of the rewards of one group, all of them scored
+# --- advantages: from the rewards of groups, all of them scored
 
 
 def mean(values: Sequence[float]) -> float:
@@ -190,16 +190,16 @@ def deviation(values: Sequence[float], ddof: int = 1) -> float:
 
 
 def grpo(groups: list[Numbers], *, std="group", eps=1e-6, **_: Any) -> list[Numbers]:
-    """2402.03300, section 4.1.2; of the batch: 2501.03262 and 2508.08221; none: 2503.20783."""
-    centred = [[r - mean(own) for r in own] for own in groups]
-    everything = [value for own in centred for value in own]
+    """2402.03300, section 4.1.2; std of the batch: 2501.03262 and 2508.08221; none: 2503.20783."""
+    centred = [[r - mean(group) for r in group] for group in groups]
+    everything = [value for group in centred for value in group]
     scales = {
         "none": [1.0 for _ in groups],
-        "group": [deviation(own) + eps for own in groups],
+        "group": [deviation(group) + eps for group in groups],
         "batch": [deviation(everything) + eps for _ in groups],
-        "batch_raw": [deviation([r for own in groups for r in own]) + eps for _ in groups],
+        "batch_raw": [deviation([r for group in groups for r in group]) + eps for _ in groups],
     }[std]
-    return [[value / scale for value in own] for own, scale in zip(centred, scales, strict=True)]
+    return [[value / scale for value in group] for group, scale in zip(centred, scales, strict=True)]
 
 
 def without_std(groups: list[Numbers], **_: Any) -> list[Numbers]:
@@ -207,21 +207,21 @@ def without_std(groups: list[Numbers], **_: Any) -> list[Numbers]:
 
 
 def rloo(groups: list[Numbers], **_: Any) -> list[Numbers]:
-    """2402.14740, equation 6: less the mean of the others."""
+    """2402.14740, equation 6: minus the mean of the others."""
     return [
-        [r - mean(own[:i] + own[i + 1 :]) if len(own) > 1 else 0.0 for i, r in enumerate(own)]
-        for own in groups
+        [r - mean(group[:i] + group[i + 1 :]) if len(group) > 1 else 0.0 for i, r in enumerate(group)]
+        for group in groups
     ]
 
 
 def rloo_normalized(groups: list[Numbers], *, eps=1e-6, **_: Any) -> list[Numbers]:
-    """NeMo-RL: less the mean of the others, over their sample deviation unless they are equal."""
-    found = []
-    for own in groups:
-        others = [own[:i] + own[i + 1 :] for i in range(len(own))]
+    """NeMo-RL: minus the mean of the others, over their sample deviation unless they are equal."""
+    advantages = []
+    for group in groups:
+        others = [group[:i] + group[i + 1 :] for i in range(len(group))]
         scales = [deviation(o) + eps if len(set(o)) > 1 else 1.0 for o in others]
-        found.append([c / scale for c, scale in zip(rloo([own])[0], scales, strict=True)])
-    return found
+        advantages.append([c / scale for c, scale in zip(rloo([group])[0], scales, strict=True)])
+    return advantages
 
 
 def the_reward(groups: list[Numbers], **_: Any) -> list[Numbers]:
@@ -229,47 +229,47 @@ def the_reward(groups: list[Numbers], **_: Any) -> list[Numbers]:
 
 
 def flash_reinforce(groups: list[Numbers], **_: Any) -> list[Numbers]:
-    """FlashREINFORCE (Hu et al. 2026): less the mean of the batch, whatever its groups."""
-    baseline = mean([r for own in groups for r in own])
-    return [[r - baseline for r in own] for own in groups]
+    """FlashREINFORCE (Hu et al. 2026): minus the mean of the batch, regardless of groups."""
+    baseline = mean([r for group in groups for r in group])
+    return [[r - baseline for r in group] for group in groups]
 
 
 def remax(groups: list[Numbers], *, baselines: list[Numbers], **_: Any) -> list[Numbers]:
-    """2310.10505: less the reward of the greedy answer."""
+    """2310.10505: minus the reward of the greedy answer."""
     pairs = zip(groups, baselines, strict=True)
-    return [[r - b for r, b in zip(own, greedy, strict=True)] for own, greedy in pairs]
+    return [[r - b for r, b in zip(group, greedy, strict=True)] for group, greedy in pairs]
 
 
 def opo(groups: list[Numbers], *, lengths: list[Numbers], **_: Any) -> list[Numbers]:
     """2505.23585, equation 6."""
-    found = []
-    for own, sizes in zip(groups, lengths, strict=True):
-        baseline = math.fsum(n * r for n, r in zip(sizes, own, strict=True)) / math.fsum(sizes)
-        found.append([r - baseline if len(own) > 1 else 0.0 for r in own])
-    return found
+    advantages = []
+    for group, sizes in zip(groups, lengths, strict=True):
+        baseline = math.fsum(n * r for n, r in zip(sizes, group, strict=True)) / math.fsum(sizes)
+        advantages.append([r - baseline if len(group) > 1 else 0.0 for r in group])
+    return advantages
 
 
 def pass_at_k(groups: list[Numbers], *, k: int, eps=1e-6, **_: Any) -> list[Numbers]:
     """2508.10751, section 2.4, over every subset of k samples."""
-    found = []
-    for own in groups:
-        if len(own) <= k or max(own) == min(own):
-            found.append([0.0] * len(own))
+    out = []
+    for group in groups:
+        if len(group) <= k or max(group) == min(group):
+            out.append([0.0] * len(group))
             continue
-        tries = [(set(t), max(own[i] for i in t)) for t in combinations(range(len(own)), k)]
+        tries = [(set(t), max(group[i] for i in t)) for t in combinations(range(len(group)), k)]
         bests = [best for _, best in tries]
-        scale = deviation(bests, ddof=0) * math.sqrt(1) + eps
-        found.append([(mean([b for t, b in tries if i in t]) - mean(bests)) / scale for i in range(len(own))])
-    return found
+        scale = deviation(bests, ddof=0) + eps
+        out.append([(mean([b for t, b in tries if i in t]) - mean(bests)) / scale for i in range(len(group))])
+    return out
 
 
 def gdpo(
     groups: list[Numbers], *, parts: list[list[Numbers]], weights: Numbers, std="group", eps=1e-6, **_: Any
 ) -> list[Numbers]:
     """2601.05242: each reward normalised in its group, their weighted sum over the batch."""
-    own = [grpo(part, std=std, eps=eps) for part in parts]
+    each = [grpo(part, std=std, eps=eps) for part in parts]
     total = [
-        [math.fsum(w * part[g][i] for w, part in zip(weights, own, strict=True)) for i in range(len(group))]
+        [math.fsum(w * part[g][i] for w, part in zip(weights, each, strict=True)) for i in range(len(group))]
         for g, group in enumerate(groups)
     ]
     scale = deviation([value for group in total for value in group]) + eps
@@ -279,23 +279,23 @@ def gdpo(
 def gpg(groups: list[Numbers], **_: Any) -> list[Numbers]:
     """2504.02546, equation 9."""
     everyone = sum(map(len, groups))
-    moved = sum(len(own) for own in groups if max(own) > min(own))
-    return [[value * everyone / max(moved, 1) for value in own] for own in without_std(groups)]
+    with_signal = sum(len(group) for group in groups if max(group) > min(group))
+    return [[value * everyone / max(with_signal, 1) for value in group] for group in without_std(groups)]
 
 
 def maxrl(groups: list[Numbers], **_: Any) -> list[Numbers]:
-    """2602.02710: the mean score of the right answers, less the mean of all."""
-    return [[(r - mean(own)) / mean(own) if any(own) else 0.0 for r in own] for own in groups]
+    """2602.02710: the mean score of the right answers, minus the mean of all."""
+    return [[(r - mean(group)) / mean(group) if any(group) else 0.0 for r in group] for group in groups]
 
 
 def grpo_passk(groups: list[Numbers], *, std="group", eps=1e-6, **_: Any) -> list[Numbers]:
-    """2503.19595: the best less the second best, for the best alone."""
-    found = []
-    scales = {"group": [deviation(own) + eps for own in groups], "none": [1.0] * len(groups)}[std]
-    for own, scale in zip(groups, scales, strict=True):
-        first, second = sorted(own, reverse=True)[:2] if len(own) > 1 else (own[0], own[0])
-        found.append([(first - second) / scale if r == first else 0.0 for r in own])
-    return found
+    """2503.19595: the best minus the second best, only for the best."""
+    advantages = []
+    scales = {"group": [deviation(group) + eps for group in groups], "none": [1.0] * len(groups)}[std]
+    for group, scale in zip(groups, scales, strict=True):
+        first, second = sorted(group, reverse=True)[:2] if len(group) > 1 else (group[0], group[0])
+        advantages.append([(first - second) / scale if r == first else 0.0 for r in group])
+    return advantages
 
 
 ADVANTAGES: dict[str, Callable[..., list[Numbers]]] = {
@@ -318,18 +318,18 @@ KL: dict[str, Callable[[float], tuple[float, float]]] = {
 }
 
 
-# --- aggregation: of the losses of the tokens of each sequence, in which a sequence without tokens has none
+# --- aggregation: of the token losses of each sequence; a sequence without tokens has none
 
 Sequences = list[Numbers]
 AGGREGATIONS: dict[str, Callable[[Sequences, int], float]] = {
-    "token-mean": lambda s, longest: math.fsum(x for own in s for x in own) / sum(map(len, s)),
-    "token-sum": lambda s, longest: math.fsum(x for own in s for x in own),
-    "seq-mean-token-mean": lambda s, longest: mean([mean(own) for own in s if own]),
-    "seq-mean-token-sum": lambda s, longest: mean([math.fsum(own) for own in s if own]),
-    "seq-mean-token-sum-norm": lambda s, longest: mean([math.fsum(own) / longest for own in s if own]),
-    "prompt-mean-token-mean": lambda s, longest: mean([mean(own) for own in _by_prompt(s) if own]),
+    "token-mean": lambda s, longest: math.fsum(x for seq in s for x in seq) / sum(map(len, s)),
+    "token-sum": lambda s, longest: math.fsum(x for seq in s for x in seq),
+    "seq-mean-token-mean": lambda s, longest: mean([mean(seq) for seq in s if seq]),
+    "seq-mean-token-sum": lambda s, longest: mean([math.fsum(seq) for seq in s if seq]),
+    "seq-mean-token-sum-norm": lambda s, longest: mean([math.fsum(seq) / longest for seq in s if seq]),
+    "prompt-mean-token-mean": lambda s, longest: mean([mean(tokens) for tokens in _by_prompt(s) if tokens]),
 }
-PROMPTS = [[0, 1], [2, 3], [4]]  # the sequences of each prompt
+PROMPTS = [[0, 1], [2, 3], [4]]  # indices of each prompt's sequences
 
 
 def _by_prompt(sequences: Sequences) -> list[Numbers]:
@@ -337,7 +337,7 @@ def _by_prompt(sequences: Sequences) -> list[Numbers]:
     return [[x for i in prompt for x in sequences[i]] for prompt in PROMPTS]
 
 
-# --- corrections: weights of the tokens of one sequence
+# --- corrections: token weights of one sequence
 
 
 def correction(
@@ -351,5 +351,5 @@ def correction(
         return [0.0] * len(logs)
     if kind == "tis":
         return [clip(r, low, high) for r in ratios]
-    kept = ratios if kind == "mis" else [math.exp(value) for value in logs]
-    return [own if low <= r <= high else 0.0 for r, own in zip(ratios, kept, strict=True)]
+    weights = ratios if kind == "mis" else [math.exp(value) for value in logs]
+    return [weight if low <= r <= high else 0.0 for r, weight in zip(ratios, weights, strict=True)]

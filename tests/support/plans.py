@@ -1,4 +1,4 @@
-"""What a plan and a placement start from, and times of stages and reward models that are planned."""
+"""Inputs of plans and placements, and planned times of stages and reward models."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from grpo_dist.tools.plan.rates import Reached
 from grpo_dist.tools.plan.report import print_plan
 from tests.support import fakes
 
-# Configurations with given worker counts, for tests of placement.
+# Configurations with fixed worker counts, for tests of placement.
 
 
 def config(**changes):
@@ -35,7 +35,7 @@ async def reserved(wanted, demands):
     return await Reservation.acquire(demands, wanted.cluster, name=wanted.name)
 
 
-# Sizes of the model of a configuration, for tests of the plan.
+# Model sizes, for tests of the plan.
 
 
 def model_of(config: Config) -> models.ModelShape:
@@ -52,10 +52,10 @@ def wide(**changes):
     return fakes.config(**base | changes)
 
 
-def printed(made):
-    """Return what the command prints of a plan."""
+def printed(plan):
+    """Return the command's output for a plan."""
     console = Console(record=True, width=200, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_plan(made, console)
+    print_plan(plan, console)
     return console.export_text()
 
 
@@ -64,7 +64,7 @@ def printed(made):
 
 @dataclass
 class Times:
-    """Stages of constant length. A decode step takes ``step`` and ``each`` for every token in the cache."""
+    """Stages of constant length. A decode step takes ``step`` plus ``each`` per token in the cache."""
 
     step: float = 0.1
     each: float = 0.0
@@ -73,8 +73,8 @@ class Times:
     update: float = 2.0
     sync: float = 0.3
     reference: float = 0.0
-    models: dict = field(default_factory=dict)  # seconds of each reward model
-    model: None = None  # sizes, which only `Rates` reads
+    models: dict = field(default_factory=dict)  # seconds by reward model
+    model: None = None  # sizes, read by `Rates` only
     reached: Reached = field(default_factory=lambda: Reached(sample_s=0.0, overhead_s=0.0))
 
     def decode_step_s(self, sequences, context):
@@ -107,6 +107,6 @@ class Times:
 
 
 def judges(**workers):
-    """Return reward models with so many workers each; `Times` has their durations."""
-    made = [OutcomeModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
-    return {"frozen": tuple(FrozenModel(None, settings) for settings in made)}
+    """Return reward models with these numbers of workers; `Times` has their durations."""
+    configs = [OutcomeModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
+    return {"frozen": tuple(FrozenModel(None, settings) for settings in configs)}

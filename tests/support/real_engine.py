@@ -31,21 +31,21 @@ from tests.support.patience import HANG_S
 
 ACTORS = ActorSpec({"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}})
 PROMPTS = [Prompt(f"p{i}", np.arange(11 + i, 20 + 2 * i, dtype=np.int32), "1", "test") for i in range(4)]
-# Longer than a block of the engine's cache, which the samples of a group share.
+# Longer than a block of the engine's cache, so that the samples of a group share blocks.
 LONG_PROMPTS = [
     Prompt(f"p{i}", np.arange(11 + i, 51 + 3 * i, dtype=np.int32) % 97 + 11, "1", "test") for i in range(3)
 ]
-SAME = 1e-6, 1e-5  # of `mismatch`, nats in float32: mean and maximum; seen with routes: 7e-7, 2.4e-6
+SAME = 1e-6, 1e-5  # of `mismatch`, nats in float32: mean, maximum; measured with routes: 7e-7, 2.4e-6
 
 
 class MovingWorker(PolicyWorker):
-    """A rank whose weights can be changed, and whose transfers can be corrupted and cut."""
+    """A rank with methods that change its weights, and corrupt or cut its transfers."""
 
     _cuts = 0
     _first: list[torch.Tensor] | None = None
 
     def move(self, seed: int) -> dict[str, torch.Tensor]:
-        """Move what is trained from where it began, each time, so that it stays small, and rounding, too."""
+        """Move the trained weights, always from their initial values: they, and rounding, stay small."""
         parameters = [p for p in self._trainer.engine.module.parameters() if p.requires_grad]
         self._first = self._first or [p.detach().clone() for p in parameters]
         generator = torch.Generator().manual_seed(seed)
@@ -67,7 +67,7 @@ class MovingWorker(PolicyWorker):
         transport.outgoing = flip_a_byte
 
     def cut_transfers(self, count: int) -> None:
-        """Break the connection to an engine after the first bucket in the next so many groups."""
+        """In the next ``count`` groups, break the connection to an engine after the first bucket."""
         self._cuts = count
 
     def open_transfer(self, group, *seat) -> None:
@@ -87,7 +87,7 @@ class MovingWorker(PolicyWorker):
 
 
 class CountingWorker(RolloutWorker):
-    """An engine that reports its steps, and of each request how many prompt tokens were in its cache."""
+    """An engine that reports its steps, and the number of cached prompt tokens of each request."""
 
     async def start(self):
         await super().start()
@@ -105,7 +105,7 @@ class CountingWorker(RolloutWorker):
         return values
 
     def steps(self):
-        """Return how many have begun; each samples a token of every request whose prompt it finishes."""
+        """Return how many steps have begun; each samples a token of every request with a finished prompt."""
         return self._engine._steps
 
 
@@ -121,19 +121,15 @@ def one_rank(
         model,
         str(model_dir),
         TrainerSettings(
-            objective=Objective(),
-            temperature=temperature,
-            token_budget=1000,
-            epochs=1,
-            total_updates=1,
+            objective=Objective(), temperature=temperature, token_budget=1000, epochs=1, total_updates=1,
             seed=0,
         ),
-    )
+    )  # fmt: skip
     return PolicyGroup(spec, ACTORS, timeouts=TimeoutsConfig(), worker=worker)
 
 
 class OnALoop:
-    """Handles ``rollouts`` and ``policy`` of actors, used on their own event loop."""
+    """Handles ``rollouts`` and ``policy`` of actors, used on a private event loop."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
@@ -154,7 +150,7 @@ class OnALoop:
 
 
 class World(OnALoop):
-    """Start the engine, the rank and their sync. ``masks``: the engine returns sampling masks."""
+    """Starts the engine, the rank and their sync. ``masks``: the engine returns sampling masks."""
 
     def __init__(
         self,
@@ -215,14 +211,14 @@ def difference(model, prompt, rollouts, temperature=1.0):
 def differences_of_tokens(model, prompt, rollouts, temperature=1.0):
     """Return |engine - trainer| of each token's log-prob, nats, each sample alone and without padding."""
     module = TokenLogprobs(model, temperature=temperature, chunk_mib=8)
-    found = []
+    gaps = []
     for rollout in rollouts:
         ids = torch.from_numpy(np.concatenate([prompt.token_ids, rollout.completion_ids]).astype(np.int64))
         mask = torch.zeros(1, len(ids), dtype=torch.bool)
         mask[:, len(prompt.token_ids) :] = True
-        got = module(padded(ids[None], mask))[0][0, len(prompt.token_ids) :].numpy()
-        found.append(np.abs(got - rollout.logprobs))
-    return np.concatenate(found)
+        logprobs = module(padded(ids[None], mask))[0][0, len(prompt.token_ids) :].numpy()
+        gaps.append(np.abs(logprobs - rollout.logprobs))
+    return np.concatenate(gaps)
 
 
 def same(a, b):
@@ -233,7 +229,7 @@ def same(a, b):
 
 
 def batch_of(sampled):
-    """Return a batch of what was ``sampled`` for `LONG_PROMPTS`, with made advantages."""
+    """Return a batch of the samples ``sampled`` for `LONG_PROMPTS`, with made-up advantages."""
     groups = [
         Group(prompt, rollouts, np.arange(len(rollouts), dtype=np.float32), {}, ("",) * len(rollouts))
         for prompt, rollouts in zip(LONG_PROMPTS, sampled, strict=True)
@@ -243,6 +239,6 @@ def batch_of(sampled):
 
 
 def mismatch(world, batch):
-    """Return the mean and the largest |engine - trainer|, nats, as the metrics of an update have them."""
+    """Return the mean and the largest |engine - trainer|, nats, as in an update's metrics."""
     _, metrics = ray.get(world.policy.ranks[0].gradients_with.remote(batch, Objective(AlgorithmConfig())))
     return metrics["mismatch/logprob_diff_mean"], metrics["mismatch/logprob_diff_max"]

@@ -30,7 +30,7 @@ DATA = DataConfig(train=[{"path": "demo:add3"}], environment="toy", chat_templat
 
 
 def prompt(name, *, tokens=12, **kwargs):
-    """Return a prompt whose episodes have three turns, or as many as ``turns`` says."""
+    """Return a prompt whose episodes have three turns, or ``turns``."""
     rng = np.random.default_rng(tokens + len(name))
     ids = rng.integers(11, 260, tokens).astype(np.int32)
     return Prompt(name, ids, "1", "test", text=f"<{name}>", task=Task("toy", {"turns": 3} | kwargs))
@@ -43,18 +43,18 @@ def norm_implementations(worker):
 
 
 class OpenEngine(RolloutWorker):
-    """An engine that can be stopped and its process named."""
+    """An engine that can be paused, and reports its process id."""
 
     async def generate(self, token_ids, stop=()):
-        """Return the completion of one request, its text, and that without the last token: the text that stop
-        strings are looked for in, without special tokens.
+        """Return the completion of one request, its text, and its text without the last token, in which stop
+        strings are searched. Texts lack special tokens.
         """
-        found = await self._generate(token_ids, 1, Sampling(), 60, stop=stop)
-        ids = (found.token_ids, found.token_ids[:-1])
-        return found, *(self._tokenizer.decode(own, skip_special_tokens=True) for own in ids)
+        generation = await self._generate(token_ids, 1, Sampling(), 60, stop=stop)
+        ids = (generation.token_ids, generation.token_ids[:-1])
+        return generation, *(self._tokenizer.decode(part, skip_special_tokens=True) for part in ids)
 
     async def norms(self):
-        """Return what computes the norms of each worker process, by preference."""
+        """Return the implementations of the norms in each worker process, by preference."""
         return await self._engine.in_workers(norm_implementations)
 
     async def pause(self, drain):
@@ -70,24 +70,14 @@ class OpenEngine(RolloutWorker):
 
 
 class EpisodeWorld(OnALoop):
-    """Start engines, environment workers and, with ``trains``, a rank that feeds the engines.
-
-    ``restarts`` of engines, and ``of_environments`` where that differs.
+    """Starts engines, environment workers and, with ``trains``, a rank that feeds the engines. ``restarts``:
+    of engines, and of environments without ``of_environments``.
     """
 
     def __init__(
-        self,
-        model_dir,
-        *,
-        engines=1,
-        workers=2,
-        trains=True,
-        max_length=512,
-        restarts=None,
-        of_environments=None,
-        max_turn_tokens=16,
-        **environments,
-    ):
+        self, model_dir, *, engines=1, workers=2, trains=True, max_length=512, restarts=None,
+        of_environments=None, max_turn_tokens=16, **environments,
+    ):  # fmt: skip
         super().__init__()
         self.settings = EnvironmentsConfig(
             num_workers=workers, max_turn_tokens=max_turn_tokens, **environments
@@ -103,11 +93,11 @@ class EpisodeWorld(OnALoop):
         spec = EngineSpec(
             settings, sync, model, str(model_dir), max_length, 0, environments=self.settings, data=DATA
         )
-        # Two threads: more than one is where the arithmetic of an engine could depend on its batch.
+        # Two threads: with more than one, an engine's arithmetic could depend on its batch.
         environment = {"runtime_env": {"env_vars": thread_environment(2)}}
         actors = replace(ACTORS, options=ACTORS.options | environment, restarts=self.restarts, start_s=HANG_S)
-        own = replace(actors, restarts=self.of_environments)
-        self.environments = EnvironmentPool(self.settings, own, worker=ToyWorker)
+        environment_actors = replace(actors, restarts=self.of_environments)
+        self.environments = EnvironmentPool(self.settings, environment_actors, worker=ToyWorker)
         self.rollouts = RolloutPool(spec, actors, environments=self.environments, worker=OpenEngine)
         parts = [self.environments.ready(), self.rollouts.ready()]
         self.policy = one_rank(model, model_dir) if trains else None
@@ -134,21 +124,21 @@ class EpisodeWorld(OnALoop):
         return await self.sync.push(self.version)
 
     async def hold(self, held=True):
-        """Have no environment answer until the hold ends."""
+        """Block all environments' answers until the hold ends."""
         await asyncio.gather(*(worker.hold.remote(held) for worker in self.environments.workers))
 
     async def running(self):
-        """Return the turns of all episodes that run."""
-        found = await asyncio.gather(*(w.running.remote() for w in self.environments.workers))
-        return [turns for own in found for turns in own.values()]
+        """Return the turns of all running episodes."""
+        per_worker = await asyncio.gather(*(w.running.remote() for w in self.environments.workers))
+        return [turns for episodes in per_worker for turns in episodes.values()]
 
     async def until_waiting(self, episodes, turns):
-        """Wait until so many episodes have asked their environment so many times."""
-        while sum(asked >= turns for asked in await self.running()) < episodes:
+        """Wait until this many ``episodes`` have called their environment at least ``turns`` times."""
+        while sum(count >= turns for count in await self.running()) < episodes:
             await asyncio.sleep(0.02)
 
     async def usage(self):
-        """Return what engine 0 has counted since the last call."""
+        """Return the counts of engine 0 since the last call."""
         return (await self.rollouts.workers[0].usage.remote()).counts
 
     def close(self):
@@ -171,7 +161,7 @@ def trainer_logprobs(model, prompt, rollout):
 
 
 def equal(ours, theirs):
-    """Return whether two groups of episodes are the same, token for token, to the last digit."""
+    """Return whether two groups of episodes are bit-identical."""
     return len(ours) == len(theirs) and all(
         np.array_equal(a.completion_ids, b.completion_ids)
         and np.array_equal(a.logprobs, b.logprobs)

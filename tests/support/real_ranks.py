@@ -1,4 +1,4 @@
-"""Real DeepSpeed ranks for tests: how they start, and how their gradients and weights are read."""
+"""Real DeepSpeed ranks: helpers that start them and read their gradients and weights."""
 
 import asyncio
 import math
@@ -28,12 +28,8 @@ from tests.support import losses, made_groups
 from tests.support.made_groups import shard
 
 TEMPERATURE = 0.9
-ALGORITHM = AlgorithmConfig(
-    kl=KLConfig(coef=0.1),
-    correction="tis",
-    aggregation="seq-mean-token-mean",
-)
-# Of a batch of rewards, teachers and demonstrations.
+ALGORITHM = AlgorithmConfig(kl=KLConfig(coef=0.1), correction="tis", aggregation="seq-mean-token-mean")
+# For a batch with rewards, teachers and demonstrations.
 STREAMS = losses.objective(
     kl={"coef": 0.05}, entropy={"coef": 0.01}, correction="tis", distillation={"coef": 0.7},
     aggregation="seq-mean-token-mean", demonstration_coef=0.3,
@@ -41,7 +37,7 @@ STREAMS = losses.objective(
 
 
 def loss_of_the_whole(module, batch, settings):
-    """The loss of ``batch`` at once, of a `TokenLogprobs` in this process, without DeepSpeed."""
+    """Return the loss of the whole ``batch`` of a `TokenLogprobs` in this process, without DeepSpeed."""
     layout = padded(batch.tokens, batch.wanted, batch.temperatures, teacher=batch.teacher)
     if batch.kept is not None:
         layout = replace(layout, mask=LogitMask.from_rows(batch, batch.wanted, batch.tokens.device))
@@ -53,22 +49,22 @@ def loss_of_the_whole(module, batch, settings):
 class OpenWorker(PolicyWorker):
     """A rank that exposes its gradients."""
 
-    def gradients(self, own):
-        metrics = self._trainer.accumulate(own)
+    def gradients(self, batch):
+        metrics = self._trainer.accumulate(batch)
         gradients = self._trainer.gradients()
         return gradients, metrics | self._trainer.step()
 
-    def gradients_with(self, own, objective):
+    def gradients_with(self, batch, objective):
         """Return gradients and metrics of another objective. No weight moves."""
         self._trainer._objective = objective
         self._trainer._bonus = EntropyBonus(objective.algorithm.entropy)
-        metrics = self._trainer.accumulate(own)
+        metrics = self._trainer.accumulate(batch)
         gradients = self._trainer.gradients()
         self._trainer.step(limit=-math.inf)
         return gradients, metrics
 
     def spoil(self, rank, factor=torch.nan):
-        """Multiply one parameter's gradient by ``factor`` on ``rank`` alone from now on; None restores it."""
+        """Multiply one parameter's gradient by ``factor``, only on ``rank``; None restores it."""
         if rank is None:
             self._spoiled.remove()
         else:
@@ -81,7 +77,7 @@ class OpenWorker(PolicyWorker):
 
 
 class UpdatedWorker(OpenWorker):
-    """A rank that makes an optimiser update and shows the weights as transformers names them."""
+    """A rank that makes an optimiser update and returns the weights with transformers' names."""
 
     def updated(self, batch):
         self._trainer.update([batch])
@@ -90,46 +86,24 @@ class UpdatedWorker(OpenWorker):
 
 
 def start(
-    model_dir,
-    *,
-    ranks,
-    stage,
-    micro_batch_tokens=10_000,
-    epochs=1,
-    algorithm=ALGORITHM,
-    objective=None,
-    packing=True,
-    shared=1,
-    deepspeed=None,
-    lora=None,
-    dtype="float32",
-    worker=OpenWorker,
-    offload=None,
-    restarts=None,
-    **optimizer,
-):
+    model_dir, *, ranks, stage, micro_batch_tokens=10_000, epochs=1, algorithm=ALGORITHM, objective=None,
+    packing=True, shared=1, deepspeed=None, lora=None, dtype="float32", worker=OpenWorker, offload=None,
+    restarts=None, **optimizer,
+):  # fmt: skip
     settings = PolicyConfig(
-        num_workers=ranks,
-        zero_stage=stage,
-        sequence_parallel=shared,
-        optimizer=OptimizerConfig(**{"lr": 1e-3} | optimizer),
-        deepspeed=deepspeed or {},
-        lora=lora,
+        num_workers=ranks, zero_stage=stage, sequence_parallel=shared,
+        optimizer=OptimizerConfig(**{"lr": 1e-3} | optimizer), deepspeed=deepspeed or {}, lora=lora,
         offload=offload or OffloadConfig(),
-    )
+    )  # fmt: skip
     spec = PolicySpec(
         settings,
         ModelConfig(path="tiny", packing=packing, dtype=dtype),
         str(model_dir),
         TrainerSettings(
-            objective=objective or Objective(algorithm),
-            temperature=TEMPERATURE,
-            token_budget=micro_batch_tokens,
-            epochs=epochs,
-            total_updates=10,
-            seed=0,
+            objective=objective or Objective(algorithm), temperature=TEMPERATURE,
+            token_budget=micro_batch_tokens, epochs=epochs, total_updates=10, seed=0,
         ),
-    )
+    )  # fmt: skip
     options = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
     actors = ActorSpec(options, restarts=restarts)
     return PolicyGroup(spec, actors, timeouts=TimeoutsConfig(), worker=worker)
@@ -143,8 +117,8 @@ async def gradients_of(model_dir, batch, **how):
     group = start(model_dir, **how)
     await group.ready()
     shared = how.get("shared", 1)
-    own = [s for s in shard(batch, how["ranks"] // shared) for _ in range(shared)]
-    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, own, strict=True)]
+    shards = [s for s in shard(batch, how["ranks"] // shared) for _ in range(shared)]
+    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, shards, strict=True)]
     results = await asyncio.gather(*calls)
     weights = (await on_all(group, "weights"))[0]
     await group.shutdown()
@@ -152,7 +126,7 @@ async def gradients_of(model_dir, batch, **how):
 
 
 def comparable(metrics):
-    """Return the metrics that do not depend on how rows are laid out on ranks."""
+    """Return the metrics that do not depend on the layout of rows on ranks."""
     return {name: value for name, value in metrics.items() if not name.startswith("throughput/")}
 
 
@@ -208,7 +182,7 @@ def agree(ours, theirs):
     (gradients, metrics, weights), (expected, expected_metrics, expected_weights) = ours, theirs
     assert relative(flat(gradients), flat(expected)) < 1e-5
     assert metrics["policy/grad_norm"] == pytest.approx(expected_metrics["policy/grad_norm"], rel=1e-4)
-    # A step is 1e-3. Adam divides by the gradient's size, so rounding shows where a gradient is almost 0.
+    # A step is 1e-3. Adam divides by the gradient's size, which amplifies rounding of tiny gradients.
     gap = (flat(weights) - flat(expected_weights)).abs()
     assert float(gap.mean()) < 1e-6
     assert float(gap.max()) < 1e-3

@@ -1,4 +1,4 @@
-"""`grpo-dist train` as a process, on real parts and a model with random weights, for tests of whole runs."""
+"""`grpo-dist train` as a process, on real parts and a model with random weights."""
 
 import json
 import os
@@ -45,11 +45,9 @@ CLOCK = ("time/", "throughput/", "memory/", "rollout/acceptance_length")
 
 
 def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKILL, lose=None):
-    """Runs `grpo-dist train` in ``directory``, until it ends or, with ``kill_after``, until that checkpoint
-    or a later one is there and the run is sent the signal ``number``. With ``lose``, all its actors of that
-    class are killed instead, and the run continues.
-
-    Fails when a process of the run outlives it.
+    """Run `grpo-dist train` in ``directory`` to its end. With ``kill_after``, send it the signal ``number``
+    once that checkpoint or a later one exists; with ``lose``, instead kill all its actors of that class, and
+    the run continues. Fails if a process of the run outlives it.
     """
     path = directory / "config.yaml"
     path.write_text(BASE)
@@ -71,8 +69,7 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
     assert lost or not lose, f"no {lose} ran"
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     if kill_after and not lose and number == signal.SIGKILL:
-        # Ray's agents wait for their raylet before they exit. The next run does
-        # not wait for them and checks at its end that they are gone.
+        # Ray's agents outlive their raylet for a while: the next run checks at its end that they are gone.
         KILLED.append(mark)
         return done
     assert not survivors(mark, seconds=HANG_S)
@@ -83,11 +80,11 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
 
 def kill_actors(name, mark):
     """Kill all actors of class ``name`` of a run; return how many."""
-    own = [p for p in psutil.process_iter() if belongs(p, mark) and _is_actor(p, name)]
-    for process in own:
+    processes = [p for p in psutil.process_iter() if belongs(p, mark) and _is_actor(p, name)]
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    return len(own)
+    return len(processes)
 
 
 def _is_actor(process, name):
@@ -98,9 +95,7 @@ def _is_actor(process, name):
 
 
 def has_checkpoint(run, name):
-    """Return whether checkpoint ``name`` is in the directory of ``run``, or a later one, which may have
-    replaced it before anybody looked.
-    """
+    """Return whether ``run`` has checkpoint ``name``, or a later one, which may have replaced it."""
     return any(path.name >= name for path in run.glob("checkpoints/step_" + 6 * "[0-9]"))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from grpo_dist.demo.tokenizer import character_tokenizer
 
-# Run directories of any size with known contents, for tests.
+# Run directories of any size with known contents.
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>\u2028<!-- \x00 <b>bold</b> &amp; \u202e \\boxed{6}"
@@ -71,13 +71,13 @@ def write_lines(path, lines):
 
 
 def metrics_of(step, rng, evaluated):
-    own = {"step": step}
+    line = {"step": step}
     if step:
-        own |= {name: float(rng.random()) for name in METRICS}
-        own |= {"time/step_s": 2.0, "ref/kl": None if step == 3 else 0.01 * step}
+        line |= {name: float(rng.random()) for name in METRICS}
+        line |= {"time/step_s": 2.0, "ref/kl": None if step == 3 else 0.01 * step}
     if evaluated:
-        own |= {"eval/add3/pass@1": 0.5 + 0.01 * step, "eval/add3/pass@1_stderr": 0.02}
-    return own
+        line |= {"eval/add3/pass@1": 0.5 + 0.01 * step, "eval/add3/pass@1_stderr": 0.02}
+    return line
 
 
 def timeline_of(step):
@@ -98,58 +98,55 @@ def write_samples(path, step, groups, samples, rng, *, recorded=False, texts=Non
             ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
             rows.append((f"p{step}-{g}", f"what is {g} and {step}?", i, text, ids, answer == 6))
     ids = [row[4] for row in rows]
-    engine = [-rng.random(len(own)).astype(np.float32) for own in ids]
+    engine = [-rng.random(len(part)).astype(np.float32) for part in ids]
     right = np.array([row[5] for row in rows], dtype=np.float32)
     columns = {
-        "uid": [row[0] for row in rows],
-        "source": [f"source-{row[2] % 2}" for row in rows],
-        "problem": [row[1] for row in rows],
-        "answer": ["6"] * len(rows),
-        "sample": pa.array([row[2] for row in rows], pa.int32()),
-        "completion": [row[3] for row in rows],
+        "uid": [row[0] for row in rows], "source": [f"source-{row[2] % 2}" for row in rows],
+        "problem": [row[1] for row in rows], "answer": ["6"] * len(rows),
+        "sample": pa.array([row[2] for row in rows], pa.int32()), "completion": [row[3] for row in rows],
         "reward": pa.array(right, pa.float32()),
         "outcome": ["correct" if row[5] else "wrong" for row in rows],
         "finish_reason": ["stop" if row[2] else "length" for row in rows],
-        "completion_ids": pa.array([list(own) for own in ids], pa.list_(pa.int32())),
-        "logprobs": pa.array([list(own) for own in engine], pa.list_(pa.float32())),
+        "completion_ids": pa.array([list(part) for part in ids], pa.list_(pa.int32())),
+        "logprobs": pa.array([list(part) for part in engine], pa.list_(pa.float32())),
         "reward/math": pa.array(right, pa.float32()),
         "reward/format": pa.array(np.full(len(rows), 0.25), pa.float32()),
-    }
+    }  # fmt: skip
     if recorded:
         columns |= {
             "advantage": pa.array([float(r) - 0.5 for r in right], pa.float32()),
             "advantages": pa.array(
-                [[float(r) - 0.5] * len(own) for r, own in zip(right, ids, strict=True)],
+                [[float(r) - 0.5] * len(part) for r, part in zip(right, ids, strict=True)],
                 pa.list_(pa.float32()),
             ),
-            "trainer_logprobs": pa.array([list(own + 0.01) for own in engine], pa.list_(pa.float32())),
-            "ref_logprobs": pa.array([list(own - 0.1) for own in engine], pa.list_(pa.float32())),
+            "trainer_logprobs": pa.array([list(part + 0.01) for part in engine], pa.list_(pa.float32())),
+            "ref_logprobs": pa.array([list(part - 0.1) for part in engine], pa.list_(pa.float32())),
         }
     pq.write_table(pa.table(columns), path)
 
 
-# The data inside a report page, for tests.
+# The data inside a report page.
 
 
 def pieces(path):
     """Return the manifest of a page and its data by name."""
     text = path.read_text()
-    found = re.findall(r'<script type="application/octet-stream" data-piece="([^"]*)">([^<]*)</script>', text)
+    parts = re.findall(r'<script type="application/octet-stream" data-piece="([^"]*)">([^<]*)</script>', text)
     begin = json.loads(
         re.search(r'<script type="application/json" id="begin">(.*?)</script>', text, re.DOTALL)[1]
     )
-    unpacked = {html.unescape(n): json.loads(gzip.decompress(base64.b64decode(d))) for n, d in found}
+    unpacked = {html.unescape(n): json.loads(gzip.decompress(base64.b64decode(d))) for n, d in parts}
     return begin["manifest"], unpacked
 
 
-# A headless Chromium, driven by Selenium, for tests of pages.
+# A headless Chromium, driven by Selenium.
 
 _READY_S = 900.0
 
 
 @contextmanager
 def chromium(*, width=1400, height=1000):
-    """Skip the test if Chromium or its driver is missing."""
+    """Yield a `Page`. Skips the test if Chromium or its driver is missing."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (make setup)")
     from selenium.webdriver.chrome.service import Service
 
@@ -172,7 +169,7 @@ def chromium(*, width=1400, height=1000):
 
 
 class Page:
-    """Queries and actions on the open page."""
+    """Queries of and actions on the open page."""
 
     def __init__(self, browser):
         self.browser = browser

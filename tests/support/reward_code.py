@@ -1,4 +1,4 @@
-"""Reward functions of users, for tests of graders that import them."""
+"""User-supplied reward functions, for tests of graders that import them."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from grpo_dist.rewards.pool import GraderPool
 
 
 def code_directory(**modules: str):
-    """Return a fixture of the test file: a directory with these modules, by name."""
+    """Return a fixture for the test file: a directory with these modules, by name."""
 
     @pytest.fixture(scope="module")
     def code(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -21,7 +21,7 @@ def code_directory(**modules: str):
 
 
 def grader_pool(num_workers: int, timeout_s: float):
-    """Return a fixture of the test file: graders that find its `code`."""
+    """Return a fixture for the test file: graders that can import its `code`."""
 
     @pytest.fixture(scope="module")
     def pool(code: str) -> Iterator[GraderPool]:

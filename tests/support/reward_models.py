@@ -34,7 +34,7 @@ _KINDS = {"outcome": Qwen2ForSequenceClassification, "classifier": Qwen2ForToken
 
 
 def config(labels: int, **changes) -> Qwen2Config:
-    """Padding is EOS, as in many tokenizers: a trap for classifiers that search the end of a row."""
+    """Return a configuration with EOS as padding, as in many tokenizers: a trap for finding a row's end."""
     end = character_tokenizer().convert_tokens_to_ids(END)
     return Qwen2Config(
         **{
@@ -48,8 +48,7 @@ def config(labels: int, **changes) -> Qwen2Config:
 
 
 def by_hand(directory: Path, kind: str, *, labels: int = 1, template: bool = True) -> str:
-    """With one label, the logit at a token is that of BY_HAND; with two, it is the second label's, the first
-    is 0.
+    """Write a model whose logit at a token is its value in BY_HAND; with two labels the first logit is 0.
 
     The layer adds nothing; token k of BY_HAND is the unit vector k, whose RMS over 8 is 1 / sqrt(8).
     """
@@ -94,7 +93,7 @@ def _save(model, tokenizer, directory: Path) -> str:
 
 
 def model_settings(path, kind="outcome", **settings):
-    """Return the section of one model of `rewards.models`."""
+    """Return the settings of one model of `rewards.models`."""
     entry = {"name": "m", "path": str(path), "kind": kind, **settings}
     return RewardsConfig.model_validate({"models": [entry]}).models[0]
 
@@ -108,7 +107,7 @@ _SIZES = {
 
 
 class Qwen2ForProcessRewardModel(Qwen2PreTrainedModel):
-    """As the code that ships with Qwen2.5-Math-PRM: a two-layer head on every token."""
+    """Like the code shipped with Qwen2.5-Math-PRM: a two-layer head on every token."""
 
     def __init__(self, settings) -> None:
         super().__init__(settings)
@@ -122,7 +121,7 @@ class Qwen2ForProcessRewardModel(Qwen2PreTrainedModel):
 
 
 def marked_tokenizer():
-    """The characters, with the marks that published models have as single tokens."""
+    """Return the character tokenizer, with the step marks that published models have as single tokens."""
     tokenizer = character_tokenizer()
     tokenizer.add_tokens([AddedToken("<extra_0>", special=True, normalized=False)])
     tokenizer.add_tokens([AddedToken("ки", special=False, normalized=False)])
@@ -131,31 +130,31 @@ def marked_tokenizer():
 
 def made_qwen_prm(directory: Path) -> Qwen2ForProcessRewardModel:
     model = _random(lambda: Qwen2ForProcessRewardModel(config(2, num_hidden_layers=2, **_LONG)))
-    return _saved(model, directory)
+    return _save_marked(model, directory)
 
 
 def made_math_shepherd(directory: Path, **changes) -> MistralForCausalLM:
     settings = MistralConfig(**_SIZES | {"sliding_window": None} | changes)
-    return _saved(_random(lambda: MistralForCausalLM(settings)), directory)
+    return _save_marked(_random(lambda: MistralForCausalLM(settings)), directory)
 
 
 def made_capped_shepherd(directory: Path) -> Gemma2ForCausalLM:
-    """As `made_math_shepherd`, of a model that caps its logits, and those of attention."""
+    """Like `made_math_shepherd`, for a model that caps its logits and the attention's."""
     caps = {"final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5}
     settings = Gemma2Config(**_SIZES, **caps, head_dim=4, attn_implementation="eager")
-    return _saved(_random(lambda: Gemma2ForCausalLM(settings)), directory)
+    return _save_marked(_random(lambda: Gemma2ForCausalLM(settings)), directory)
 
 
 def made_rlhflow(directory: Path) -> LlamaForCausalLM:
     settings = LlamaConfig(**_SIZES, tie_word_embeddings=True)
-    return _saved(_random(lambda: LlamaForCausalLM(settings)), directory)
+    return _save_marked(_random(lambda: LlamaForCausalLM(settings)), directory)
 
 
 def made_skywork_prm(directory: Path) -> tuple[Qwen2ForCausalLM, nn.Linear]:
-    """A causal model whose file also has the value head of TRL's wrapper."""
+    """Write a causal model whose file also has the value head of TRL's wrapper."""
     model = _random(lambda: Qwen2ForCausalLM(config(1, num_hidden_layers=2, **_LONG)))
     head = _random(lambda: nn.Linear(8, 1))
-    _saved(model, directory)
+    _save_marked(model, directory)
     file = directory / "model.safetensors"
     extra = {f"v_head.summary.{name}": value.contiguous() for name, value in head.state_dict().items()}
     save_file(load_file(file) | extra, file, metadata={"format": "pt"})
@@ -166,7 +165,7 @@ _LONG = {"max_position_embeddings": 256}
 
 
 def _random(make):
-    """Weights large enough that scores of different steps differ."""
+    """Make a model with weights large enough that scores of different steps differ."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = make()
@@ -176,7 +175,7 @@ def _random(make):
     return model.eval()
 
 
-def _saved(model, directory: Path):
+def _save_marked(model, directory: Path):
     model.save_pretrained(directory)
     marked_tokenizer().save_pretrained(directory)
     return model

@@ -1,5 +1,5 @@
 """Simulated hosts on one machine: network namespaces with an address each, on a switch in another namespace.
-What a host sends to 127.0.0.1 stays there, and a link can be cut.
+Each has its own 127.0.0.1, and its link can be cut.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ NETWORK = "10.77.0"
 def refusal():
     """Return why this machine cannot create namespaces; None if it can."""
     if os.geteuid() != 0:
-        return "network namespaces are made by root alone"
+        return "only root can create network namespaces"
     name = f"grpo{os.getpid()}try"
     try:
         tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        return "there is no program ip (iproute2)"
+        return "the program ip (iproute2) is missing"
     if tried.returncode:
-        return f"no network namespace can be made here: {tried.stderr.strip()}"
+        return f"cannot create a network namespace here: {tried.stderr.strip()}"
     _ip("netns", "del", name)
     return None
 
@@ -65,12 +65,12 @@ class Hosts:
 
 @contextmanager
 def hosts():
-    """Yield a switch with hosts, removed after the block."""
-    made = Hosts()
+    """Yield a switch without hosts; it and its hosts are removed after the block."""
+    network = Hosts()
     try:
-        yield made
+        yield network
     finally:
-        made.remove()
+        network.remove()
 
 
 def _ip(*arguments):

@@ -32,7 +32,7 @@ class StandIn:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.drip = 0  # bytes sent every 50 ms; 0 for all at once
-        self.drip_headers = 0  # the same of the headers
+        self.drip_headers = 0  # the same for the headers
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
         stand_in = self
 
@@ -99,7 +99,7 @@ def chat(text: str | None) -> bytes:
 
 
 def replied(value: Any) -> Reply:
-    """Reply with any JSON."""
+    """Return a reply with any JSON."""
     return 200, json.dumps(value).encode(), {}
 
 
@@ -112,13 +112,12 @@ def after(seconds: float, text: str) -> str:
     return text
 
 
-# A service with SandboxFusion's API: POST /run_code runs a file of Python in a new process.
-#
-# Answers have the fields of the real service (bytedance/SandboxFusion, sandbox/server/sandbox_api.py).
+# A service with SandboxFusion's API: POST /run_code runs a Python file in a new process. Answers have the
+# fields of the real service (bytedance/SandboxFusion, sandbox/server/sandbox_api.py).
 
 
 class SandboxFusion:
-    """Requests that it was sent, and answers that it gives instead of running them, in order."""
+    """The received requests, and queued answers that replace running them, in order."""
 
     def __init__(self) -> None:
         self.requests: list[dict] = []
@@ -172,35 +171,29 @@ def run_code(request: dict) -> dict:
         begin = time.monotonic()
         try:
             done = subprocess.run(
-                [sys.executable, str(file)],
-                capture_output=True,
-                timeout=request["run_timeout"],
-                cwd=directory,
-                stdin=subprocess.DEVNULL,
-            )
+                [sys.executable, str(file)], capture_output=True, timeout=request["run_timeout"],
+                cwd=directory, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
             status, code, streams = "Finished", done.returncode, (done.stdout, done.stderr)
         except subprocess.TimeoutExpired as expired:
             status, code, streams = "TimeLimitExceeded", None, (expired.stdout or b"", expired.stderr or b"")
     output, errors = (stream.decode(errors="replace") for stream in streams)
     ran = {
-        "status": status,
-        "execution_time": time.monotonic() - begin,
-        "return_code": code,
-        "stdout": output,
+        "status": status, "execution_time": time.monotonic() - begin, "return_code": code, "stdout": output,
         "stderr": errors,
-    }
+    }  # fmt: skip
     outcome = "Success" if code == 0 else "Failed"
     return {"status": outcome, "message": "", "compile_result": None, "run_result": ran, "files": {}}
 
 
-# A hub with one data set on this machine: what `datasets` and `huggingface_hub` ask of huggingface.co.
+# A local hub with one data set: the API of huggingface.co that `datasets` and `huggingface_hub` use.
 
 COMMIT = "a" * 40
 
 
 @contextmanager
 def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
-    """Serve the data set ``name`` inside the block; its address."""
+    """Serve the data set ``name`` inside the block; yield the address."""
 
     def described(path: str) -> dict[str, Any]:
         blob = sha1(files[path]).hexdigest()
@@ -211,7 +204,7 @@ def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Do not log."""
 
         def _send(self, body: bytes, status: int = 200, **headers: str) -> None:
             self.send_response(status)
@@ -224,12 +217,12 @@ def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
         def _json(self, value: Any) -> None:
             self._send(json.dumps(value).encode(), Content_Type="application/json")
 
-        def do_POST(self) -> None:  # which of some paths are files
+        def do_POST(self) -> None:  # returns which of the paths exist
             body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
             paths = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body).get("paths", [])
-            known = [described(path) for path in paths if path in files]
+            present = [described(path) for path in paths if path in files]
             folders = [{"type": "directory", "path": path, "oid": "x"} for path in paths if is_folder(path)]
-            self._json(known + folders)
+            self._json(present + folders)
 
         def do_GET(self) -> None:
             path = unquote(urlparse(self.path).path)
@@ -268,18 +261,17 @@ def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
         server.server_close()
 
 
-# What an offline run of wandb wrote, read back: a header, then records in blocks of 32 KiB, as in the log of
-# LevelDB.
+# A reader of wandb's offline files: a header, then records in blocks of 32 KiB, as in LevelDB's log.
 
 _BLOCK, _HEADER = 32768, 7
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def records(path: Path) -> list[Any]:
-    """Yield the protocol buffers of one `.wandb` file that are completely written."""
+    """Return the completely written protocol buffers of one `.wandb` file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, parts, found = path.read_bytes(), 7, b"", []
+    data, at, parts, complete = path.read_bytes(), 7, b"", []
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK
         if left < _HEADER:  # the rest of a block is empty
@@ -291,8 +283,8 @@ def records(path: Path) -> list[Any]:
         part, at = data[at + _HEADER : at + _HEADER + length], at + _HEADER + length
         parts = part if kind in (_FULL, _FIRST) else parts + part
         if kind in (_FULL, _LAST):
-            found.append(Record.FromString(parts))
-    return found
+            complete.append(Record.FromString(parts))
+    return complete
 
 
 def offline_run(directory: Path) -> list[Any]:
@@ -300,19 +292,19 @@ def offline_run(directory: Path) -> list[Any]:
     (path,) = directory.glob("offline-run-*/*.wandb")
 
     def is_whole() -> bool:
-        return bool(found := records(path)) and found[-1].WhichOneof("record_type") == "exit"
+        return bool(written := records(path)) and written[-1].WhichOneof("record_type") == "exit"
 
     wait_until(is_whole, f"{path}: no end")
     return records(path)
 
 
-def history(found: list[Any]) -> list[dict[str, Any]]:
+def history(written: list[Any]) -> list[dict[str, Any]]:
     """Return the logged values, one mapping per step."""
-    rows = [r.history.item for r in found if r.WhichOneof("record_type") == "history"]
+    rows = [r.history.item for r in written if r.WhichOneof("record_type") == "history"]
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in rows]
 
 
-def config(found: list[Any]) -> dict[str, Any]:
+def config(written: list[Any]) -> dict[str, Any]:
     """Return the top-level keys of the configuration."""
-    runs = [r.run for r in found if r.WhichOneof("record_type") == "run"]
+    runs = [r.run for r in written if r.WhichOneof("record_type") == "run"]
     return {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in runs[0].config.update}

@@ -1,5 +1,5 @@
-"""Clusters of several nodes on this machine, whose GPUs do not exist. `test_reservation` runs each scenario
-as a process: ``python -m tests.support.several_nodes reservations``.
+"""Clusters of several nodes on this machine, with fictional GPUs. `test_reservation` runs each scenario as a
+process: ``python -m tests.support.several_nodes reservations``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PatientCluster(Cluster):
 
 @contextmanager
 def nodes_of(*nodes, head=None):
-    """Join a cluster with ``nodes``, each as for `add_node`, and a head without CPUs and GPUs or as given."""
+    """Join a cluster with ``nodes``, each as for `add_node`. ``head``: default: without CPUs and GPUs."""
     cluster = PatientCluster(initialize_head=True, head_node_args=head or {"num_cpus": 0, "num_gpus": 0})
     try:
         for node in nodes:
@@ -65,8 +65,8 @@ def two_ranks_and_an_engine(grows_to=None, **timeouts):
     from tests.support.plans import shape
 
     wanted = shape(2, 1, 2, where="separate")
-    own = {"timeouts": wanted.cluster.timeouts.model_copy(update=timeouts), "grows_to": grows_to}
-    return wanted.model_copy(update={"cluster": wanted.cluster.model_copy(update=own)})
+    changes = {"timeouts": wanted.cluster.timeouts.model_copy(update=timeouts), "grows_to": grows_to}
+    return wanted.model_copy(update={"cluster": wanted.cluster.model_copy(update=changes)})
 
 
 def actors_of(reservation, role):
@@ -95,7 +95,7 @@ async def reservations():
             print(error, flush=True)
         assert [g["state"] for g in placement_group_table().values()] == ["REMOVED"]
 
-        # Another job gives its GPU back while the run waits.
+        # Another job releases its GPU while the run waits.
         waits = two_ranks_and_an_engine(placement_timeout_s=60)
         taking = asyncio.create_task(reserved(waits, demands(waits)))
         await asyncio.sleep(3.0)
@@ -108,7 +108,7 @@ async def reservations():
         assert [len(gpus) for gpus in ray.get([a.gpus.remote() for a in (*ranks, engine)])] == [1, 1, 2]
         print("placed", flush=True)
 
-        # The node of the ranks is lost; the one in its place takes their bundles, and the engine stays.
+        # The node of the ranks is lost; its replacement takes their bundles, and the engine stays.
         at = ray.get(engine.where.remote())
         (lost,) = (node for node in cluster.worker_nodes if node.node_id == homes[0])
         cluster.remove_node(lost)
@@ -186,8 +186,8 @@ _COMMANDS = (
 
 
 def start_growing_head(directory: Path, mark: str) -> str:
-    """Start a cluster that grows by up to two nodes and return its address. Ray's fake node provider stands
-    for the cloud: its nodes are processes of this machine.
+    """Start a cluster that grows by up to two nodes and return its address. Ray's fake node provider replaces
+    the cloud: its nodes are processes of this machine.
     """
     from tests.chaos.find import MARK
     from tests.support.processes import free_port
@@ -208,14 +208,11 @@ def start_growing_head(directory: Path, mark: str) -> str:
     }
     settings |= {name: {} for name in ("auth", "docker", "file_mounts")} | {name: [] for name in _COMMANDS}
     (directory / "grows.json").write_text(json.dumps(settings))
-    own_id = "f" * 51 + "00000"  # the provider takes this id for the head's
+    head_id = "f" * 51 + "00000"  # the provider expects this id for the head
     environment = os.environ | {
-        MARK: mark,
-        "RAY_FAKE_CLUSTER": "1",
-        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-        "RAY_CLOUD_INSTANCE_ID": own_id,
-        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": own_id,
-    }
+        MARK: mark, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_CLOUD_INSTANCE_ID": head_id, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": head_id,
+    }  # fmt: skip
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--node-ip-address=127.0.0.1",
         f"--port={port}", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false",
@@ -278,17 +275,17 @@ async def spilling(store_mb=80, count=6, batch_mb=40):
             return "cpu", 0.0
 
         def update(self, updates, *_):
-            return {"sum": float(sum(int(own.tokens.sum()) for own in updates.batches)), "node": self._where}
+            return {"sum": float(sum(int(b.tokens.sum()) for b in updates.batches)), "node": self._where}
 
     def batches():
         """Yield batches of about ``batch_mb`` each: five arrays of 4 to 8 bytes per token."""
-        made = made_groups.batch(groups=2, samples=2)
-        repeats = batch_mb * 10**6 // (made.tokens.numel() * 25)
+        base = made_groups.batch(groups=2, samples=2)
+        repeats = batch_mb * 10**6 // (base.tokens.numel() * 25)
         for seed in range(count):
-            rows = made.select([i % len(made) for i in range(len(made) * repeats)])
-            drawn = torch.randint(0, 9, rows.tokens.shape, generator=torch.Generator().manual_seed(seed))
+            rows = base.select([i % len(base) for i in range(len(base) * repeats)])
+            values = torch.randint(0, 9, rows.tokens.shape, generator=torch.Generator().manual_seed(seed))
             is_token = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]  # no padding is sent
-            rows.tokens.add_(drawn * is_token)
+            rows.tokens.add_(values * is_token)
             yield rows
 
     settings = TrainerSettings(
@@ -305,8 +302,8 @@ async def spilling(store_mb=80, count=6, batch_mb=40):
         for batch in batches():
             expected.append(float(batch.tokens.sum()))
             staged.append(group.stage([batch]))
-        for own, total in zip(staged, expected, strict=True):
-            answer = await group.update(own)
+        for updates, total in zip(staged, expected, strict=True):
+            answer = await group.update(updates)
             assert answer["sum"] == total and answer["node"] != home, (answer, total)
         await group.shutdown()
         spilled = re.search(r"Spilled (\d+) MiB, (\d+) objects", memory_summary(stats_only=True))

@@ -1,7 +1,6 @@
 """Simulated actors behind the real handles. They answer at once, so that a measurement sees only the driver,
-Ray and the transfer of the records.
-
-This module imports neither torch nor an engine, so that 64 rollout processes fit a small machine.
+Ray and the transfer of the records. This module imports neither torch nor an engine, so that 64 rollout
+processes fit a small machine.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def private_ray() -> Iterator[None]:
 
 @asynccontextmanager
 async def ray_workers(config: Config, prompts: list[Prompt], turns: int = 0) -> AsyncIterator[Workers]:
-    """Yield the real handles, with as many simulated actors as the ``config`` has workers of each role."""
+    """Yield the real handles, with simulated actors in the numbers of workers in ``config``."""
     # Light: each simulated rollout process imports this module.
     from actors.lifecycle.team import ActorSpec
     from actors.workers.policy import PolicyGroup, PolicySpec

@@ -1,4 +1,4 @@
-"""The real pretrained model, for tests that need one. They are skipped where its package cannot be had."""
+"""The real pretrained model, for tests that need one. They are skipped if its package is unavailable."""
 
 import os
 from functools import cache
@@ -12,26 +12,24 @@ from grpo_dist.runtime.model_files import cache_dir
 
 @cache
 def _directory() -> Path | str:
-    """Look in the user's cache first, where the tests' own cache of a session is empty."""
-    own = os.environ.pop("GRPO_DIST_CACHE", None)
+    """Return the model from the user's cache: the test session's cache starts empty."""
+    session_cache = os.environ.pop("GRPO_DIST_CACHE", None)
     try:
         return smollm2()
     except ValueError as error:
         return str(error)
     finally:
-        if own is not None:
-            os.environ["GRPO_DIST_CACHE"] = own
+        if session_cache is not None:
+            os.environ["GRPO_DIST_CACHE"] = session_cache
 
 
 def real_model() -> Path:
-    """Return the model's directory, which is also in the tests' cache from then on; skip the test where it
-    cannot be had.
-    """
-    found = _directory()
-    if isinstance(found, str):
-        pytest.skip(found)
-    linked = cache_dir() / found.name
+    """Return the model's directory, and link it into the tests' cache. Skips the test if unavailable."""
+    directory = _directory()
+    if isinstance(directory, str):
+        pytest.skip(directory)
+    linked = cache_dir() / directory.name
     if not linked.exists():
         linked.parent.mkdir(parents=True, exist_ok=True)
-        linked.symlink_to(found)
-    return found
+        linked.symlink_to(directory)
+    return directory

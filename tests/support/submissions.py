@@ -1,4 +1,4 @@
-"""What a submitted job meets: a cluster's programs that record what they get, and the schema of a RayJob."""
+"""The surroundings of a submitted job: fake cluster programs that record their calls, and a RayJob schema."""
 
 import contextlib
 import json
@@ -44,16 +44,16 @@ def config_in(directory, text=TINY, output=None):
 
 
 def command(capsys, *arguments):
-    """Return the exit code, and the output of both streams."""
+    """Run `grpo-dist`; return the exit code, and the output of both streams."""
     capsys.readouterr()
     code = main([str(argument) for argument in arguments])
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
 @contextlib.contextmanager
 def ray_head(directory):
-    """Start a head with its own job server and token; yield the environment that reaches it."""
+    """Start a head with a job server and token; yield the environment variables that reach it."""
     port, client_port = free_port(), free_port()
     environment = os.environ | {
         "RAY_AUTH_MODE": "token",
@@ -68,10 +68,10 @@ def ray_head(directory):
     heads = []
 
     def started():
-        """Start the head, again if it misses Ray's own limit of 30 s; return whether it is up."""
+        """Start the head, again if it misses Ray's limit of 30 s; return whether it is up."""
         if not heads or heads[-1].poll() is not None:
-            said = (directory / "head.out").read_text() if heads else ""
-            assert not heads or "timed out during startup" in said, said
+            output = (directory / "head.out").read_text() if heads else ""
+            assert not heads or "timed out during startup" in output, output
             with (directory / "head.out").open("w") as out:
                 heads.append(
                     subprocess.Popen(
@@ -101,10 +101,10 @@ def ray_head(directory):
 
 def health(process=None, **environment):
     """Return the exit code of the image's health check for ``process`` or the cluster of ``environment``."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    own |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    variables |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
     return subprocess.run(
-        ["bash", ROOT / "docker/healthcheck.sh", str(process or os.getpid())], env=own | environment,
+        ["bash", ROOT / "docker/healthcheck.sh", str(process or os.getpid())], env=variables | environment,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=HANG_S,
     ).returncode  # fmt: skip
 
@@ -137,13 +137,9 @@ SCANCEL = """#!/usr/bin/env bash
 echo "scancel $*" >> "$SLURM_STAND_IN/calls"
 """
 PROGRAMS = {
-    "srun": SRUN,
-    "sbatch": SBATCH,
-    "scontrol": SCONTROL,
-    "squeue": SQUEUE,
-    "sacct": SACCT,
+    "srun": SRUN, "sbatch": SBATCH, "scontrol": SCONTROL, "squeue": SQUEUE, "sacct": SACCT,
     "scancel": SCANCEL,
-}
+}  # fmt: skip
 
 # Replaces the driver: prints its arguments; ends cleanly on a signal.
 DRIVER = """#!{python}
@@ -162,7 +158,7 @@ sys.exit(75 if asked else int(os.environ.get("DRIVER_CODE", "0")))
 """
 
 
-# Replaces Ray in tests of the script alone.
+# Replaces Ray in tests of only the script.
 RAY = """#!/usr/bin/env bash
 if [[ -e $SLURM_STAND_IN/ray-fails ]]; then
     rm "$SLURM_STAND_IN/ray-fails"
@@ -181,7 +177,7 @@ exec REAL "$@"
 
 
 class Running:
-    """Runs a script as Slurm does on the first node, with DRIVER in place of grpo-dist."""
+    """Runs a script as Slurm does on the first node, with DRIVER instead of grpo-dist."""
 
     def __init__(self, directory, script, *arguments, nodes=2, number=None, **environment):
         self.mark = uuid.uuid4().hex
@@ -195,14 +191,14 @@ class Running:
         self.path.write_text(text)
         self.job = number or f"{os.getpid()}{uuid.uuid4().hex[:4]}"
         self.out = directory / "job.out"
-        own = {
+        variables = {
             "SLURM_JOB_ID": self.job, "SLURM_JOB_NUM_NODES": str(nodes), "SLURMD_NODENAME": "node1",
             "SLURM_CPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "1", "GRPO_DIST_TEST_RUN": self.mark,
         }  # fmt: skip
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
                 ["bash", self.path, *arguments], stdout=out, stderr=out, cwd=directory,
-                env=os.environ | own | environment, start_new_session=True,
+                env=os.environ | variables | environment, start_new_session=True,
             )  # fmt: skip
 
     def said(self):
@@ -221,14 +217,14 @@ class Running:
         return code
 
     def survivors(self):
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get("GRPO_DIST_TEST_RUN") == self.mark:
-                    found.append((process.pid, process.cmdline()[:3]))
+                    processes.append((process.pid, process.cmdline()[:3]))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return processes
 
     def kill(self):
         for pid, _ in self.survivors():
@@ -240,10 +236,9 @@ class Running:
             shutil.rmtree(left, ignore_errors=True)
 
 
-# Schema of the RayJobs that this project writes: types, required keys, and no other key.
-#
-# Written from the documentation of the API. With KUBERAY_CRD a test holds it against the definition that
-# KubeRay publishes: done for 1.5.1, 1.6.0 and 1.7.0. 1.5.0 has no `authOptions` yet.
+# Schema of the RayJobs that this project writes: types, required keys, and no other keys, from the API's
+# documentation. With KUBERAY_CRD a test compares it with the definition that KubeRay publishes: done for
+# 1.5.1, 1.6.0 and 1.7.0. 1.5.0 has no `authOptions`.
 
 TEXT, WHOLE, NUMBER, TRUTH = ({"type": kind} for kind in ("string", "integer", "number", "boolean"))
 QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|[kMGT]i?)?$"}
@@ -252,11 +247,8 @@ NAME = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength"
 
 def an(properties, *required):
     return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
+        "type": "object", "properties": properties, "required": list(required), "additionalProperties": False,
+    }  # fmt: skip
 
 
 def some(items):
@@ -302,18 +294,14 @@ _POD = an(
 _TEMPLATE = an({"spec": _POD})
 _GROUP = an(
     {
-        "groupName": TEXT,
-        "replicas": WHOLE,
-        "minReplicas": WHOLE,
-        "maxReplicas": WHOLE,
-        "rayStartParams": _TEXTS,
-        "template": _TEMPLATE,
+        "groupName": TEXT, "replicas": WHOLE, "minReplicas": WHOLE, "maxReplicas": WHOLE,
+        "rayStartParams": _TEXTS, "template": _TEMPLATE,
     },
     "groupName",
     "minReplicas",
     "maxReplicas",
     "template",
-)
+)  # fmt: skip
 _CLUSTER = an(
     {
         "rayVersion": TEXT,
@@ -330,14 +318,9 @@ RAYJOB = an(
         "metadata": an({"name": NAME, "namespace": TEXT, "labels": _TEXTS}, "name"),
         "spec": an(
             {
-                "entrypoint": TEXT,
-                "entrypointNumCpus": NUMBER,
-                "entrypointResources": TEXT,
-                "runtimeEnvYAML": TEXT,
-                "backoffLimit": WHOLE,
-                "activeDeadlineSeconds": WHOLE,
-                "shutdownAfterJobFinishes": TRUTH,
-                "ttlSecondsAfterFinished": WHOLE,
+                "entrypoint": TEXT, "entrypointNumCpus": NUMBER, "entrypointResources": TEXT,
+                "runtimeEnvYAML": TEXT, "backoffLimit": WHOLE, "activeDeadlineSeconds": WHOLE,
+                "shutdownAfterJobFinishes": TRUTH, "ttlSecondsAfterFinished": WHOLE,
                 "rayClusterSpec": _CLUSTER,
             },
             "entrypoint",
@@ -348,4 +331,4 @@ RAYJOB = an(
     "kind",
     "metadata",
     "spec",
-)
+)  # fmt: skip

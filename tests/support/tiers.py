@@ -1,9 +1,9 @@
-"""The two tiers of the suite: `make test` runs the same tests every time, `make test-all` the slow ones too.
+"""The two tiers of the suite: `make test` runs a fixed selection of tests, `make test-all` all of them.
 
 @pytest.mark.slow                              a test that `make test` leaves out
-slow_after([case, ...], 2)                     cases of a parametrised test: two are in both tiers
+slow_after([case, ...], 2)                     cases of a parametrised test: the first two are in both tiers
 one_each(LOSSES, MODES)                        pairs, each of the first with one of the second
-@settings(max_examples=examples(20, 200))      examples of hypothesis in `make test`, and with the slow tests
+@settings(max_examples=examples(20, 200))      hypothesis examples in `make test`, and in `make test-all`
 """
 
 import os
@@ -15,7 +15,7 @@ ALL = "GRPO_DIST_TEST_ALL"  # set by `make test-all`, for tests that cover sever
 
 
 def slow_after(cases, count):
-    """Mark all of ``cases``, tuples of arguments or one argument each, behind the first ``count`` as slow."""
+    """Mark all ``cases``, tuples of arguments or single arguments, after the first ``count`` as slow."""
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [
         pytest.param(*case, marks=[] if i < count else [pytest.mark.slow]) for i, case in enumerate(cases)

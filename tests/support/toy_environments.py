@@ -1,6 +1,5 @@
-"""Environments whose answers follow from the action alone, in workers that a test can hold up and kill.
-
-This module imports little, so that its actors start fast.
+"""Environments whose answers depend only on the action, in workers that a test can block and kill. Imports
+little, so that its actors start fast.
 """
 
 import asyncio
@@ -13,12 +12,12 @@ from grpo_dist.environments.episode import Observed
 
 
 class ToyRunner:
-    """Takes the place of `EpisodeRunner`. Arguments of the task: ``turns`` of an episode; ``failing``, a turn
-    in which the environment fails; ``seconds`` that an answer takes; ``kills``: it kills its worker.
+    """Replaces `EpisodeRunner`. Arguments of the task: ``turns`` of an episode; ``failing``: turn in which
+    the environment fails; ``seconds`` per answer; ``kills``: the environment kills its worker.
     """
 
     def __init__(self):
-        self.episodes = Counter()  # turns so far, of those that run
+        self.episodes = Counter()  # turns so far, by running episode
         self.open = asyncio.Event()
         self.open.set()
 
@@ -26,10 +25,10 @@ class ToyRunner:
         return ["toys, which nothing confines"]
 
     async def begin(self, episode, task, problem):
-        assert not self.episodes[episode], "an episode begins once, before it acts"
+        assert not self.episodes[episode], "an episode must begin once, before it acts"
 
     async def act(self, episode, task, problem, action, *, turn):
-        assert self.episodes[episode] == turn, "a turn is missing, or came twice"
+        assert self.episodes[episode] == turn, "a turn is missing, or repeated"
         if task.kwargs.get("kills"):
             os.kill(os.getpid(), signal.SIGKILL)
         self.episodes[episode] += 1
@@ -58,9 +57,9 @@ class ToyWorker(EnvironmentWorker):
         return os.getpid()
 
     async def hold(self, held):
-        """Give no answer until the hold ends."""
+        """Block answers until the hold ends."""
         (self._runner.open.clear if held else self._runner.open.set)()
 
     async def running(self):
-        """Return the turns of the episodes that run."""
+        """Return the turns of the running episodes."""
         return dict(self._runner.episodes)

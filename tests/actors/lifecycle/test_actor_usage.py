@@ -1,4 +1,4 @@
-"""Usage is read in parallel to queued work of later batches."""
+"""Usage is read while work of later batches is queued."""
 
 import asyncio
 import threading
@@ -66,7 +66,7 @@ def test_an_actor_with_queued_work_reports_usage_at_once(ray_cluster):
 class SlowScorer(ScoringActor, Slow):
     """A reward worker whose groups wait for a slow judge."""
 
-    def __init__(self, settings, **of_the_run):
+    def __init__(self, settings, **options):
         super().__init__(threads=2)
 
     def score(self, prompt, rollouts, modelled):
@@ -99,7 +99,7 @@ def test_a_reward_worker_with_more_groups_than_threads_reports_usage_at_once(ray
 
 
 class Method:
-    """Stands for a method of an actor that answers or is dead."""
+    """A fake method of an actor that answers or is dead."""
 
     def __init__(self, answer):
         self._answer = answer

@@ -30,17 +30,12 @@ class FailsToStart(Engine):
         raise RuntimeError("no memory for the model")
 
 
-def pool(actors=ACTORS, worker=Engine):
-    spec = SimulatedSpec(RolloutConfig(num_workers=1, max_workers=3), samples_per_prompt=2, max_num_seqs=2)
-    return RolloutPool(spec, actors, worker=worker)
-
-
 def here():
     return ray.get_runtime_context().get_node_id()
 
 
 async def sampled(rollouts, meanwhile=None):
-    """Sample many groups, with ``meanwhile`` on the way; return the processes that answered."""
+    """Sample many groups while ``meanwhile`` runs; return the processes that answered."""
     tasks = [asyncio.create_task(fetched(rollouts, f"p{i}")) for i in range(GROUPS)]
     await asyncio.sleep(0.07)
     if meanwhile is not None:
@@ -51,15 +46,11 @@ async def sampled(rollouts, meanwhile=None):
     return {process for *_, process in groups}
 
 
-async def nobody_comes_or_goes(rollouts):
-    async with asyncio.timeout(HANG_S):
-        while rollouts.team._replacing:
-            await asyncio.sleep(0.02)
-
-
-def session(work, **made):
+def session(work):
     async def run():
-        rollouts = pool(**made)
+        settings = RolloutConfig(num_workers=1, max_workers=3)
+        spec = SimulatedSpec(settings, samples_per_prompt=2, max_num_seqs=2)
+        rollouts = RolloutPool(spec, ACTORS, worker=Engine)
         await rollouts.ready()
         try:
             return await work(rollouts, rollouts.team)
@@ -94,7 +85,7 @@ def test_a_guest_serves_once_it_has_caught_up_and_leaves_with_its_groups_finishe
 
 
 @pytest.mark.slow
-def test_what_a_guest_has_not_finished_in_time_is_sampled_by_another(ray_cluster):
+def test_another_engine_samples_what_a_leaving_guest_has_not_finished_in_time(ray_cluster):
     async def work(rollouts, team):
         await team.join(1, here())
         await rollouts.workers[1].stick.remote()
@@ -187,14 +178,14 @@ def test_a_guest_that_joins_while_the_policy_is_replaced_gets_the_weights_of_the
     async def work(rollouts, team):
         caught_up = []
 
-        async def of_the_new(worker):
+        async def catch_up_with_new(worker):
             caught_up.append("new")
 
-        async def of_the_old(worker):
+        async def catch_up_with_old(worker):
             caught_up.append("old")
-            team.catch_up = of_the_new
+            team.catch_up = catch_up_with_new
 
-        team.catch_up = of_the_old
+        team.catch_up = catch_up_with_old
         await team.join(1, here())
         assert caught_up == ["old", "new"] and len(team.alive()) == 2
 
@@ -232,9 +223,9 @@ def test_a_guest_does_not_leave_in_the_middle_of_a_sync(ray_cluster):
 
 
 @pytest.mark.slow
-def test_engines_join_while_nodes_have_room_and_leave_when_that_is_needed(ray_cluster, monkeypatch):
-    node, rooms, going, placed = here(), [1], {}, [True]
-    monkeypatch.setattr("actors.placement.elasticity.draining", lambda: dict(going))
+def test_engines_join_while_nodes_have_room_and_leave_when_it_is_needed(ray_cluster, monkeypatch):
+    node, rooms, drained, placed = here(), [1], {}, [True]
+    monkeypatch.setattr("actors.placement.elasticity.draining", lambda: dict(drained))
     monkeypatch.setattr(
         "actors.placement.elasticity.rooms", lambda cpus, gpus, count, in_use: [node] * min(count, rooms[0])
     )
@@ -244,9 +235,8 @@ def test_engines_join_while_nodes_have_room_and_leave_when_that_is_needed(ray_cl
 
         async def after_a_look():
             await elasticity.look()
-            await nobody_comes_or_goes(rollouts)
             async with asyncio.timeout(HANG_S):
-                while elasticity._tasks:
+                while team._replacing or elasticity._tasks:
                     await asyncio.sleep(0.02)
             return len(team.alive())
 
@@ -254,10 +244,10 @@ def test_engines_join_while_nodes_have_room_and_leave_when_that_is_needed(ray_cl
         rooms[0] = 9
         assert await after_a_look() == 3  # the limit of the configuration
         placed[0] = False  # a reserved actor waits for room
-        assert await after_a_look() == 1  # those that are reserved stay
+        assert await after_a_look() == 1  # reserved engines stay
         placed[0], rooms[0] = True, 1
         assert await after_a_look() == 2
-        going[node], rooms[0] = 60.0, 0
+        drained[node], rooms[0] = 60.0, 0
         assert await after_a_look() == 1
 
     session(work)

@@ -75,11 +75,11 @@ def nobody_is_killed(monkeypatch):
     monkeypatch.setattr(team, "kill", lambda workers: None)
 
 
-async def asked(*errors):
+async def call_score(*errors):
     """Return the answer, and how many restarts it took."""
-    left = list(errors)
+    rest = list(errors)
     team = Team(
-        "reward", [lambda name: Worker(left)], ActorSpec(restarts=RestartsConfig(backoff_s=0.01), start_s=5)
+        "reward", [lambda name: Worker(rest)], ActorSpec(restarts=RestartsConfig(backoff_s=0.01), start_s=5)
     )
     await team.ready()
     try:
@@ -93,7 +93,7 @@ async def asked(*errors):
     [ActorDiedError(), OutOfMemoryError("its node's memory"), NodeDiedError("gone"), WorkerCrashedError()],
 )
 def test_an_actor_is_replaced_whichever_error_ray_raises_for_its_loss(error):
-    assert asyncio.run(asked(error)) == (42, 1)
+    assert asyncio.run(call_score(error)) == (42, 1)
 
 
 class OnANode:
@@ -163,39 +163,34 @@ def test_a_group_whose_workers_and_samples_are_lost_is_sampled_again():
 @pytest.mark.parametrize("error", [OBJECT_LOST, in_an_actor(OBJECT_LOST)])
 def test_lost_samples_do_not_count_as_a_failure_of_the_actor_that_reads_them(error):
     with pytest.raises(SamplesLost, match="reward-0"):
-        asyncio.run(asked(error))
+        asyncio.run(call_score(error))
 
 
 def test_an_error_raised_by_an_actor_is_raised_unchanged():
     with pytest.raises(ValueError, match="no such answer"):
-        asyncio.run(asked(in_an_actor(ValueError("no such answer"))))
+        asyncio.run(call_score(in_an_actor(ValueError("no such answer"))))
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected"),
     [
-        (ActorDiedError(), StateLost),
-        (OutOfMemoryError("x"), StateLost),
-        (OBJECT_LOST, StateLost),
-        (in_an_actor(OBJECT_LOST), StateLost),
-        (in_an_actor(TransferLost("gloo")), StateLost),
-        (SamplesLost("x"), StateLost),
-        (TimeoutError("stage x"), StateLost),
-        (in_an_actor(ValueError("x")), ValueError),
-        (WorkerLost("no restart is left"), WorkerLost),
+        (ActorDiedError(), StateLost), (OutOfMemoryError("x"), StateLost), (OBJECT_LOST, StateLost),
+        (in_an_actor(OBJECT_LOST), StateLost), (in_an_actor(TransferLost("gloo")), StateLost),
+        (SamplesLost("x"), StateLost), (TimeoutError("stage x"), StateLost),
+        (in_an_actor(ValueError("x")), ValueError), (WorkerLost("no restart is left"), WorkerLost),
     ],
-)
-def test_an_unrecoverable_failure_goes_back_to_the_checkpoint(error, told):
-    async def met():
+)  # fmt: skip
+def test_an_unrecoverable_failure_goes_back_to_the_checkpoint(error, expected):
+    async def fail():
         async with Cluster(fakes.config()).failures_as_state_lost():
             raise error
 
-    with pytest.raises(told):
-        asyncio.run(met())
+    with pytest.raises(expected):
+        asyncio.run(fail())
 
 
 def test_a_save_that_is_the_first_reader_of_lost_routes_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
-    """`policy.router_replay`: the engine that owned them has died before the ranks fetched them."""
+    """With `policy.router_replay`, if the engine that owned them dies before the ranks fetch them."""
 
     def owner_is_dead(reference, *, timeout):
         raise OwnerDiedError("00" * 28, b"", "")
@@ -240,7 +235,7 @@ class LosesSamples(fakes.World):
         return len(self._lost)
 
 
-DYNAMIC = {"dynamic_sampling": {"enabled": True}}  # whose reference is given the samples themselves
+DYNAMIC = {"dynamic_sampling": {"enabled": True}}  # its reference receives the samples themselves
 
 
 @pytest.mark.parametrize(
@@ -255,14 +250,14 @@ def test_lost_samples_are_drawn_again_identically(who, changes, caplog):
 
     world = LosesSamples(who)
     assert trained(world) == trained(fakes.World())
-    told = sum("samples are lost and sampled again" in line for line in caplog.messages)
-    assert told == world.lost and (told > 0) == (who is not None)
+    warnings = sum("samples are lost and sampled again" in line for line in caplog.messages)
+    assert warnings == world.lost and (warnings > 0) == (who is not None)
 
 
 def test_an_actor_on_a_gpu_has_a_minute_before_it_counts_as_hung():
-    """A kernel that compiles, or a graph that is captured, answers no health check for tens of seconds."""
-    default, chosen = RestartsConfig(), RestartsConfig(hang_s=25)
+    """Compiling a kernel or capturing a graph blocks health checks for tens of seconds."""
+    default, configured = RestartsConfig(), RestartsConfig(hang_s=25)
     assert ActorSpec(restarts=default, on_gpu=True).hang_s == 60
     assert ActorSpec(restarts=default, on_gpu=False).hang_s == 13
-    assert [ActorSpec(restarts=chosen, on_gpu=gpu).hang_s for gpu in (True, False)] == [25, 25]
+    assert [ActorSpec(restarts=configured, on_gpu=gpu).hang_s for gpu in (True, False)] == [25, 25]
     assert ActorSpec(start_s=600, on_gpu=True).hang_s == 600  # not watched

@@ -31,12 +31,12 @@ class MortalWorker(RolloutWorker):
         return os.getpid()
 
     async def hold_after(self, steps):
-        """Stop after so many steps, with requests in flight, until the process is killed."""
+        """Block after ``steps`` steps, with requests in flight, until the process is killed."""
         step, self._held = self._engine._step, threading.Event()
-        left = iter(range(steps))
+        remaining = iter(range(steps))
 
         def held_step():
-            if next(left, None) is None:
+            if next(remaining, None) is None:
                 self._held.set()
                 time.sleep(HANG_S)
             step()
@@ -47,12 +47,12 @@ class MortalWorker(RolloutWorker):
         return self._held.is_set()
 
     async def die_of_the_second_bucket(self):
-        seen, keep = [], actors.transfer.vllm_receiver.copy_unloaded
+        buckets, keep = [], actors.transfer.vllm_receiver.copy_unloaded
 
         def count(model, bucket):
             keep(model, bucket)
-            seen.append(bucket)
-            if len(seen) == 2:
+            buckets.append(bucket)
+            if len(buckets) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         actors.transfer.vllm_receiver.copy_unloaded = count
@@ -66,7 +66,7 @@ class World(TwoEngines):
         return await self.groups_of(PROMPTS, SEEDS, SAMPLING)
 
     async def move(self, seed):
-        """Change the policy's weights, and those of the trainer that engines are compared with."""
+        """Change the weights of the policy and of the trainer that engines are compared with."""
         self.follow(await self.policy.ranks[0].move.remote(seed))
 
     async def push_and_check(self, version):
@@ -148,13 +148,13 @@ async def test_a_broken_connection_is_reopened_once(world):
     world.sync._opened.clear()
     with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
         await world.sync.push(7)
-    assert world.rollouts.team.restarted() == 2  # those of the tests before
+    assert world.rollouts.team.restarted() == 2  # by the tests before
     await rank.cut_transfers.remote(0)
     await world.sync.push(7)
 
 
 @on_the_loop
-async def test_weights_of_a_lost_policy_are_replaced_by_those_of_the_new_one(world):
+async def test_weights_of_a_lost_policy_are_replaced_by_the_weights_of_the_new_one(world):
     """All engines hold version 8 when the policy is lost; its replacement sends version 3 again."""
     await world.move(8)
     workers = world.rollouts.workers

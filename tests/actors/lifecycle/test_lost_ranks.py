@@ -57,14 +57,14 @@ def test_every_caller_of_the_policy_learns_of_a_lost_rank_while_other_ranks_wait
         with pytest.raises(StateLost, match=words):
             await group.update(staged)
         if isinstance(what, signal.Signals):
-            with pytest.raises(StateLost, match=words):  # and so is who asks later
+            with pytest.raises(StateLost, match=words):  # and later callers
                 await group.save(tmp_path)
         await group.shutdown()
         return processes
 
     processes = asyncio.run(lose())
     _, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], HANG_S)
-    assert not alive  # the one that was stopped, and the one that waited, too
+    assert not alive  # neither the stopped rank nor the waiting one
 
 
 def test_an_error_raised_by_a_rank_is_not_a_lost_rank(ray_cluster, tiny_model):

@@ -15,7 +15,7 @@ from grpo_dist.errors import Rollback, UserError, find_cause
 
 
 class Quota(Exception):
-    """As clients of servers define them: other arguments than its base gets."""
+    """As HTTP clients define them: with other arguments than the base class gets."""
 
     def __init__(self, message, *, status):
         super().__init__(f"{message} ({status})")
@@ -37,27 +37,21 @@ class Worker(Probeable, Base):
 
 
 def delivered(error):
-    """What Ray gives the driver for ``error``."""
+    """Return what Ray delivers to the driver for ``error``."""
     return RayError.from_bytes(RayTaskError("call", "Traceback ...", error).to_bytes())
 
 
-def raised_by(call):
-    with pytest.raises(Exception) as caught:
-        call()
-    return caught.value
+REQUEST, RESPONSE = httpx.Request("GET", "http://x"), httpx.Response(503)
+ERRORS = [
+    Quota("too many", status=429),
+    Rollback("rolled back", 3),
+    UserError("no such key"),
+    httpx.HTTPStatusError("503 for url", request=REQUEST, response=RESPONSE),
+    VLLMValidationError("too long", parameter="n", value=3),
+]
 
 
-ODD = [Quota("too many", status=429), Rollback("rolled back", 3), UserError("no such key")]
-STATUS = httpx.HTTPStatusError(
-    "503 for url", request=httpx.Request("GET", "http://x"), response=httpx.Response(503)
-)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [*ODD, STATUS, VLLMValidationError("too long", parameter="n", value=3)],
-    ids=lambda e: type(e).__name__,
-)
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 def test_every_exception_arrives_with_its_message(error):
     worker = Worker()
     calls = [
@@ -66,7 +60,9 @@ def test_every_exception_arrives_with_its_message(error):
         lambda: asyncio.run(worker.fail_later(error)),
     ]
     for call in calls:
-        arrived = delivered(raised_by(call))
+        with pytest.raises(Exception) as caught:
+            call()
+        arrived = delivered(caught.value)
         assert not isinstance(arrived, UnserializableException)
         assert str(error).splitlines()[0] in reason(arrived)
         if type(find_cause(arrived)) is RuntimeError:
@@ -74,7 +70,7 @@ def test_every_exception_arrives_with_its_message(error):
     assert inspect.iscoroutinefunction(Worker.fail_later) and not inspect.iscoroutinefunction(Worker.fail)
 
 
-def test_without_that_ray_delivers_neither_type_nor_cause():
+def test_without_portable_errors_ray_delivers_neither_type_nor_cause():
     arrived = delivered(Quota("too many", status=429))
     assert isinstance(arrived, UnserializableException) and find_cause(arrived) is arrived
 

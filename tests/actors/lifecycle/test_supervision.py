@@ -38,8 +38,7 @@ pytestmark = pytest.mark.machine
 
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
 QUICK = RestartsConfig(backoff_s=0.05, hang_s=HANG_S)  # nothing hangs
-HANGS = QUICK.model_copy(update={"hang_s": 10.0})  # what is only slow answers within it
-SAMPLING = Sampling(max_new_tokens=4)
+HANGS = QUICK.model_copy(update={"hang_s": 10.0})  # slow actors answer within it
 
 
 def prompt(uid):
@@ -53,35 +52,35 @@ def pool(workers, restarts=QUICK, **rollout):
 
 async def fetched(rollouts, uid):
     """Return the prompt, the seeds and the process of a group."""
-    group = await (await rollouts.sample(prompt(uid), seeds=[1, 2], sampling=SAMPLING))
+    group = await (await rollouts.sample(prompt(uid), seeds=[1, 2], sampling=Sampling(max_new_tokens=4)))
     ((uid, text),) = {(rollout.prompt_uid, rollout.text) for rollout in group}
     return uid, tuple(rollout.sample for rollout in group), int(text)
 
 
-async def with_one_lost(rollouts, lose, groups=30):
+async def with_one_lost(rollouts, lose):
     """Sample groups while ``lose(worker, process id)`` takes engine 0; return its process and the results."""
     worker = rollouts.workers[0]
     process = await worker.process.remote()
-    tasks = [asyncio.create_task(fetched(rollouts, f"p{i}")) for i in range(groups)]
+    tasks = [asyncio.create_task(fetched(rollouts, f"p{i}")) for i in range(30)]
     await asyncio.sleep(0.07)
     await lose(worker, process)
     async with asyncio.timeout(HANG_S):
         return process, await asyncio.gather(*tasks)
 
 
-async def killed(worker, process):
+async def sigkill(worker, process):
     os.kill(process, signal.SIGKILL)
 
 
-async def stopped(worker, process):
+async def sigstop(worker, process):
     os.kill(process, signal.SIGSTOP)
 
 
-async def stuck(worker, process):
+async def stick(worker, process):
     await worker.stick.remote()
 
 
-async def failed(worker, process):
+async def fail(worker, process):
     await worker.fail.remote()
 
 
@@ -91,30 +90,27 @@ def test_requests_of_a_lost_engine_are_sampled_exactly_once(ray_cluster, caplog)
     async def session():
         rollouts = pool(2, HANGS.model_copy(update={"max_per_worker": 4}))
         await rollouts.ready()
-        for lose in (killed, stopped, stuck, failed):
+        for lose in (sigkill, sigstop, stick, fail):
             process, groups = await with_one_lost(rollouts, lose)
             assert [(uid, seeds) for uid, seeds, _ in groups] == [(f"p{i}", (1, 2)) for i in range(30)]
             async with asyncio.timeout(HANG_S):
                 while len(rollouts.team.alive()) < 2 or _lives(process):
                     await asyncio.sleep(0.05)
-            assert all(hand.sequences == hand.tokens == 0 for hand in rollouts.team.load_balancer._loads)
+            assert all(load.sequences == load.tokens == 0 for load in rollouts.team.load_balancer._loads)
             assert rollouts.team.restarted() == 1.0 and rollouts.team.restarted() == 0.0
             assert await rollouts.workers[0].process.remote() != process
         await rollouts.shutdown()
 
     with caplog.at_level(logging.WARNING, "grpo_dist"):
         asyncio.run(session())
-    told = [record.getMessage() for record in caplog.records if record.name == "grpo_dist"]
-    assert [line for line in told if line == "rollout-0 serves again"] == told[1::2]
+    messages = [record.getMessage() for record in caplog.records if record.name == "grpo_dist"]
+    assert [line for line in messages if line == "rollout-0 serves again"] == messages[1::2]
     reasons = (
-        "died",
-        "answers its health check",
-        "has made no progress",
-        "the engine has failed: out of memory",
-    )
-    for line, why in zip(told[::2], reasons, strict=True):
-        assert line.startswith("rollout-0 is lost (") and why in line
-    assert "restart 4 of 4 in 0.4 s" in told[6]
+        "died", "answers its health check", "has made no progress", "the engine has failed: out of memory",
+    )  # fmt: skip
+    for line, reason in zip(messages[::2], reasons, strict=True):
+        assert line.startswith("rollout-0 is lost (") and reason in line
+    assert "restart 4 of 4 in 0.4 s" in messages[6]
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(0, marks=pytest.mark.slow), 4])
@@ -129,9 +125,9 @@ def test_with_speculation_an_engine_gets_the_prompts_of_which_it_remembers_sampl
         )
         assert first["a"][2] != first["b"][2]
         for uid in "bba":
-            found = await fetched(rollouts, uid)
-            # Without, an idle pool begins with its first engine.
-            assert found[2] == (first[uid][2] if tokens else first["a"][2])
+            group = await fetched(rollouts, uid)
+            # Without speculation, an idle pool begins with its first engine.
+            assert group[2] == (first[uid][2] if tokens else first["a"][2])
         if tokens:
             assert rollouts._samples_of == {"a": 0, "b": 1}
             rollouts._forget(1)
@@ -139,13 +135,6 @@ def test_with_speculation_an_engine_gets_the_prompts_of_which_it_remembers_sampl
         await rollouts.shutdown()
 
     asyncio.run(session())
-
-
-async def gone(worker):
-    """A killed actor may answer a last time."""
-    with pytest.raises(RayActorError):
-        while True:
-            await worker.ready.remote()
 
 
 def _lives(process):
@@ -165,7 +154,7 @@ def test_a_restarted_engine_samples_nothing_before_it_has_caught_up(ray_cluster)
 
         rollouts.team.catch_up = catch_up
         await rollouts.ready()
-        process, groups = await with_one_lost(rollouts, killed)
+        process, groups = await with_one_lost(rollouts, sigkill)
         await rollouts.shutdown()
         assert len(caught_up) == 1 and {pid for *_, pid in groups} <= {process, caught_up[0]}
         return rollouts
@@ -178,7 +167,7 @@ def test_a_caller_that_waited_for_an_engine_to_catch_up_finds_it_serving(ray_clu
     """A push that waits for the same lock must not consider the engine still away."""
 
     async def session():
-        rollouts, lock, found = pool(1), asyncio.Lock(), []
+        rollouts, lock, serving = pool(1), asyncio.Lock(), []
 
         async def catch_up(worker):
             async with lock:
@@ -187,15 +176,15 @@ def test_a_caller_that_waited_for_an_engine_to_catch_up_finds_it_serving(ray_clu
 
         async def push():
             async with lock:
-                found.append(len(rollouts.team.alive()))
+                serving.append(len(rollouts.team.alive()))
 
         waiting = []
         rollouts.team.catch_up = catch_up
         await rollouts.ready()
-        await with_one_lost(rollouts, killed)
+        await with_one_lost(rollouts, sigkill)
         await asyncio.gather(*waiting)
         await rollouts.shutdown()
-        return found
+        return serving
 
     assert asyncio.run(session()) == [1]
 
@@ -213,7 +202,7 @@ def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster)
 
         rollouts.team.catch_up = catch_up
         await rollouts.ready()
-        _, groups = await with_one_lost(rollouts, killed)
+        _, groups = await with_one_lost(rollouts, sigkill)
         assert len(groups) == 30 and not {pid for *_, pid in groups} & {*stopped_at}
         assert rollouts.team.restarted() == 2.0
         await rollouts.shutdown()
@@ -264,7 +253,7 @@ def test_long_work_is_not_a_hang(ray_cluster):
         first = await asyncio.gather(*(team.call("work", 3.5) for _ in range(3)))
         assert len(set(first)) == 1 and team.restarted() == 0
         os.kill(first[0], signal.SIGKILL)
-        assert await team.call("work", 0.0) != first[0]  # nobody had noticed
+        assert await team.call("work", 0.0) != first[0]  # before anyone noticed the loss
         await team.shutdown()
         kill(team.workers)
 
@@ -280,10 +269,7 @@ def test_a_group_that_kills_two_reward_workers_is_left_unscored_and_the_next_is_
 
     async def session():
         rewards = RewardPool(
-            settings,
-            ActorSpec(OPTIONS, restarts=QUICK, start_s=HANG_S),
-            max_new_tokens=64,
-            worker=Grader,
+            settings, ActorSpec(OPTIONS, restarts=QUICK, start_s=HANG_S), max_new_tokens=64, worker=Grader
         )
         await rewards.ready()
         async with asyncio.timeout(HANG_S):
@@ -309,16 +295,15 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
 
     async def session():
         reference = ReferencePool(
-            ReferenceConfig(refresh_every=refresh_every),
-            ActorSpec(OPTIONS, restarts=QUICK, start_s=HANG_S),
-            model=ModelConfig(path="tiny"),
-            model_dir="",
-            temperature=1.0,
-        )
+            ReferenceConfig(refresh_every=refresh_every), ActorSpec(OPTIONS, restarts=QUICK, start_s=HANG_S),
+            model=ModelConfig(path="tiny"), model_dir="", temperature=1.0,
+        )  # fmt: skip
         await reference.ready()
         before = await reference.logprobs(prompt("p"), ["abc", "d"])
         ray.kill(reference.workers[0])
-        await gone(reference.workers[0])
+        with pytest.raises(RayActorError):  # a killed actor may answer a last time
+            while True:
+                await reference.workers[0].ready.remote()
         try:
             return before, await reference.logprobs(prompt("p"), ["abc", "d"])
         finally:

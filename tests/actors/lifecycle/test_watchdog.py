@@ -47,7 +47,7 @@ class Stuck(Probeable):
     def hold_the_interpreter(self, mark=None):
         if mark is not None:
             mark.touch()
-        ctypes.PyDLL(None).sleep(LONG_S)  # a PyDLL keeps the GIL: no other thread of it gets on
+        ctypes.PyDLL(None).sleep(LONG_S)  # a PyDLL keeps the GIL: no other thread runs
 
 
 class StuckLoop(Probeable):
@@ -72,7 +72,7 @@ class StuckLoop(Probeable):
 # The innermost line of each actor that is in a call.
 LAST = {
     "python": "in sleep_in_python\n      time.sleep(0.01)",
-    "made": "in sleep_in_python\n      time.sleep(0.01)",
+    "init": "in sleep_in_python\n      time.sleep(0.01)",
     "c": "in hold_the_interpreter\n      ctypes.PyDLL(None).sleep(LONG_S)",
     "blocked": "in block_the_loop\n      time.sleep(LONG_S)",
     "waits": "in within\n      await asyncio.get_running_loop().create_future()",
@@ -91,44 +91,44 @@ def patient(monkeypatch):
 @pytest.fixture(scope="module")
 def stuck(ray_cluster, tmp_path_factory):
     """Actors by name, each stuck in a different way, and their processes."""
-    directory, called = tmp_path_factory.mktemp("stuck"), itertools.count(1)
+    directory, marks = tmp_path_factory.mktemp("stuck"), itertools.count(1)
 
     def mark():
-        return directory / str(next(called))
+        return directory / str(next(marks))
 
     sync, loop = one_at_a_time(Stuck).options(num_cpus=0), ray.remote(StuckLoop).options(num_cpus=0)
     names = ["python", "c", "stopped", "dead", "idle"]
-    made = {name: sync.remote() for name in names} | {name: loop.remote() for name in ("waits", "blocked")}
-    pids = dict(zip(made, ray.get([worker.ready.remote() for worker in made.values()]), strict=True))
-    made["made"] = sync.remote(mark())
-    made["python"].sleep_in_python.remote(mark())
-    made["c"].hold_the_interpreter.remote(mark())
+    workers = {name: sync.remote() for name in names} | {name: loop.remote() for name in ("waits", "blocked")}
+    pids = dict(zip(workers, ray.get([worker.ready.remote() for worker in workers.values()]), strict=True))
+    workers["init"] = sync.remote(mark())
+    workers["python"].sleep_in_python.remote(mark())
+    workers["c"].hold_the_interpreter.remote(mark())
     for _ in range(3):
-        made["waits"].wait_for_nobody.remote(mark())
-    made["blocked"].block_the_loop.remote(mark())
-    calls = next(called) - 1
+        workers["waits"].wait_for_nobody.remote(mark())
+    workers["blocked"].block_the_loop.remote(mark())
+    calls = next(marks) - 1
     os.kill(pids["stopped"], signal.SIGSTOP)
-    kill([made["dead"]])
+    kill([workers["dead"]])
     with pytest.raises(RayActorError):
-        for _ in range(100):  # it may answer some more
-            ray.get(made["dead"].ready.remote(), timeout=HANG_S)
+        for _ in range(100):  # it may still answer
+            ray.get(workers["dead"].ready.remote(), timeout=HANG_S)
             time.sleep(0.05)
     wait_until(lambda: len(list(directory.iterdir())) == calls, "calls have not arrived")
-    found = made, pids
-    for name, last in LAST.items():  # below the line that makes its mark
-        wait_until(lambda name=name, last=last: last in report_of(found, name), f"{name} is not there")
-    yield found
+    stuck_ones = workers, pids
+    for name, last in LAST.items():  # past the line that touches its mark
+        wait_until(lambda name=name, last=last: last in report_of(stuck_ones, name), f"{name} is not there")
+    yield stuck_ones
     os.kill(pids["stopped"], signal.SIGCONT)
-    del made["dead"]
-    kill(made.values())
+    del workers["dead"]
+    kill(workers.values())
 
 
 def report_of(stuck, *names):
-    made, _ = stuck
+    workers, _ = stuck
     with pytest.MonkeyPatch.context() as patch:
         if "blocked" in names:  # its event loop never answers
             patch.setattr(actors.lifecycle.calls, "_CALLS_S", LIMITS_S["_CALLS_S"])
-        return asyncio.run(where_stuck({name: made[name] for name in names}))
+        return asyncio.run(where_stuck({name: workers[name] for name in names}))
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_stacks_omit_the_frames_of_ray_and_end_with_the_most_recent_call(stuck, 
     assert last in text and "ray/_private" not in text and "threading.py" not in text
     in_test = [line for line in text.splitlines() if "  File " in line and "test_watchdog.py" in line]
     assert last.startswith(in_test[-1].rpartition(", ")[2])
-    if name == "made":
+    if name == "init":
         assert len(in_test) == 2 and in_test[0].endswith("in __init__")
     if name == "waits":
         assert "in no call, it waits for work\n3 call(s) wait in\n" in text
@@ -205,8 +205,8 @@ def test_child_processes_that_can_dump_stacks_are_inspected_too():
         (text,) = asyncio.run(look([family.pid])).values()
         for pid in (child, deaf, family.pid):
             os.kill(pid, signal.SIGKILL)
-    own, _, other = text.partition(f"\nits process {child}: in\n")
-    assert own.startswith("in\n") and own.endswith("in parent") and other.endswith("in listening_child")
+    parent, _, other = text.partition(f"\nits process {child}: in\n")
+    assert parent.startswith("in\n") and parent.endswith("in parent") and other.endswith("in listening_child")
     assert str(deaf) not in text
     assert asyncio.run(look([family.pid])) == {family.pid: "dead"}
 
@@ -233,14 +233,14 @@ main_thread()
 @contextmanager
 def starved(program):
     """Start ``program``, wait for a line of output, and let four busy loops share its CPU."""
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(own)})  # which processes inherit
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})  # which processes inherit
     try:
         command = [sys.executable, "-c"]
         busy = [subprocess.Popen([*command, "while True: pass"]) for _ in range(4)]
         slow = subprocess.Popen([*command, program], stdout=subprocess.PIPE, text=True)
     finally:
-        os.sched_setaffinity(0, own)
+        os.sched_setaffinity(0, cpus)
     try:
         slow.stdout.readline()
         yield slow
@@ -273,42 +273,42 @@ def test_a_process_that_dies_during_inspection_hides_no_other(monkeypatch, look_
         if process == dies.pid and looks.count(process) == look_number:
             dies.kill()
             dies.wait()
-        return known(process)
+        return read_status(process)
 
-    known = stacks._status
+    read_status = stacks._status
     monkeypatch.setattr(stacks, "_status", status)
     try:
         for process in (dies, other):
             process.stdout.readline()
-        found = asyncio.run(look([dies.pid, other.pid]))
+        reports = asyncio.run(look([dies.pid, other.pid]))
     finally:
         for process in (dies, other):
             process.kill()
             process.communicate()
     assert looks.count(dies.pid) == look_number
-    assert found[dies.pid] == "dead" and found[other.pid].startswith("in\n")
+    assert reports[dies.pid] == "dead" and reports[other.pid].startswith("in\n")
 
 
 def test_concurrent_reports_agree(stuck):
-    made, _ = stuck
+    workers, _ = stuck
 
     async def session():
-        same = {name: made[name] for name in ("c", "waits")}
+        same = {name: workers[name] for name in ("c", "waits")}
         return await asyncio.gather(*(where_stuck(same) for _ in range(4)))
 
     first, *others = asyncio.run(session())
     assert "hold_the_interpreter" in first and others == [first] * 3
 
 
-def test_an_unknown_position_is_reported_and_hides_no_other(ray_cluster):
+def test_an_actor_that_ray_cannot_locate_is_reported(ray_cluster):
     assert asyncio.run(where_stuck({"rollout-0": object()})) == "rollout-0: Ray does not know where"
 
 
 def test_a_deadline_reports_where_its_workers_are_and_keeps_the_message_of_an_inner_one(stuck):
-    made, _ = stuck
+    workers, _ = stuck
 
     async def session(seconds, body):
-        async with deadline_of(numbered("rollout", [made["python"]]), seconds, "sync: version 3 travels"):
+        async with deadline_of(numbered("rollout", [workers["python"]]), seconds, "sync: version 3 travels"):
             await body()
 
     async def inner():
@@ -348,7 +348,7 @@ def test_the_stack_of_a_hung_actor_is_reported_before_it_is_replaced(ray_cluster
     with caplog.at_level(logging.WARNING, "grpo_dist"):
         if budget:
             assert asyncio.run(session()) > 0
-            (text, *_) = [own.getMessage() for own in caplog.records if own.name == "grpo_dist"]
+            (text, *_) = [r.getMessage() for r in caplog.records if r.name == "grpo_dist"]
         else:
             with pytest.raises(RuntimeError, match="reference-0 is lost") as lost:
                 asyncio.run(session())

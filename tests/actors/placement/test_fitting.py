@@ -95,13 +95,13 @@ def test_gpus_that_suffice_in_total_but_not_per_node_are_reported_at_once():
     wanted = bundles(placement(shape(2, 4, 4, where="separate"), Resources(99, 18, 33), training=True))
     problem = too_large(wanted, [node(name, 6, 6) for name in "abc"])
     assert problem.startswith("its nodes have no room for 4 times 4 GPUs of one node each (`rollout`)")
-    assert too_large(wanted, [node(name, 6, 0) for name in "abcd"]) is None  # when others have gone
+    assert too_large(wanted, [node(name, 6, 0) for name in "abcd"]) is None  # once other jobs have ended
 
 
 def test_capacity_that_came_too_late_is_reported():
-    asked = shape(1, 1, where="separate")
-    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
-    assert str(no_room(wanted, [node("a", 8, 8)], asked.cluster)).endswith("start it again")
+    run_config = shape(1, 1, where="separate")
+    wanted = bundles(placement(run_config, Resources(64, 8, shared=True), training=True))
+    assert str(no_room(wanted, [node("a", 8, 8)], run_config.cluster)).endswith("start it again")
 
 
 def test_nodes_that_an_autoscaler_adds_count_once():
@@ -111,14 +111,14 @@ def test_nodes_that_an_autoscaler_adds_count_once():
     names = [n.name for n in grown([head, worker], to)]
     assert names == ["head", "a", "an added node"]
     assert grown([worker, worker, worker], to) == [worker] * 3
-    asked = _growing(shape(1, 1, where="separate"), to)
-    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
-    told = str(no_room(wanted, [head], asked.cluster)).splitlines()
-    assert told[-1].startswith("It has not grown to 2 node(s) with 8 GPU(s) and 64 CPU(s) each")
-    smaller = node("b", 8, 0, cpus=63)  # its GPUs are what counts
+    run_config = _growing(shape(1, 1, where="separate"), to)
+    wanted = bundles(placement(run_config, Resources(64, 8, shared=True), training=True))
+    message = str(no_room(wanted, [head], run_config.cluster)).splitlines()
+    assert message[-1].startswith("It has not grown to 2 node(s) with 8 GPU(s) and 64 CPU(s) each")
+    smaller = node("b", 8, 0, cpus=63)  # only its GPUs count
     assert len(grown([worker, smaller], to)) == 2
-    taken = str(no_room(wanted, [head, node("a", 8, 1), smaller], asked.cluster))
-    assert "has not grown" not in taken and taken.endswith("Wait for other jobs, or add nodes")
+    message = str(no_room(wanted, [head, node("a", 8, 1), smaller], run_config.cluster))
+    assert "has not grown" not in message and message.endswith("Wait for other jobs, or add nodes")
     with pytest.raises(UserError, match=r"it has 16 with the nodes of `cluster\.grows_to`"):
         placement(_growing(shape(16, 16, where="separate"), to), Resources(128, 16), training=True)
 
@@ -127,33 +127,33 @@ def _growing(config, to):
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"grows_to": to})})
 
 
-def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
+def test_a_private_cluster_does_not_grow(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    asked = _growing(config(), AutoscalingConfig(nodes=2, gpus=8, cpus=64))
-    for starts, settings in ((connection.fit, asked), (connection.connect, asked.cluster)):
-        with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, and the run has a cluster"):
-            starts(settings)
+    run_config = _growing(config(), AutoscalingConfig(nodes=2, gpus=8, cpus=64))
+    for connect, settings in ((connection.fit, run_config), (connection.connect, run_config.cluster)):
+        with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, but the run starts a private"):
+            connect(settings)
 
 
 def test_a_run_that_lost_a_node_waits_for_another_and_a_new_run_does_not(monkeypatch):
     a, b = node("a", 8, 8), node("b", 8, 8)
-    there = iter([[a], [a], [a, b]])
+    answers = iter([[a], [a], [a, b]])
     monkeypatch.setattr(cluster, "_POLL_S", 0.0)
-    monkeypatch.setattr(cluster, "expected", lambda config: next(there))
-    ours = cluster.Cluster(shape(8, 8, where="separate"))
+    monkeypatch.setattr(cluster, "expected", lambda config: next(answers))
+    run_cluster = cluster.Cluster(shape(8, 8, where="separate"))
     with pytest.raises(UserError, match="16 GPUs are needed"):
-        asyncio.run(ours._placed(training=True))
-    ours._generation = 1
-    assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
+        asyncio.run(run_cluster._placed(training=True))
+    run_cluster._generation = 1
+    assert asyncio.run(run_cluster._placed(training=True))["policy"].workers == 8
 
 
 def test_the_message_names_what_is_needed_what_is_free_and_what_to_do():
-    asked = shape(4, 2, 2, where="separate")
+    run_config = shape(4, 2, 2, where="separate")
     nodes = [node("10.0.0.1", 8, 4, free_cpus=60), node("10.0.0.2", 8, 2)]
-    demands = placement(asked, Resources(128, 16, shared=True), training=True)
-    told = str(no_room(bundles(demands), nodes, asked.cluster)).splitlines()
-    assert told == [
+    demands = placement(run_config, Resources(128, 16, shared=True), training=True)
+    message = str(no_room(bundles(demands), nodes, run_config.cluster)).splitlines()
+    assert message == [
         "cluster: no room for this run within `cluster.timeouts.placement_timeout_s` = 300 s; it asks for",
         "  policy: 4 x 1 GPU(s) and 1 CPU(s)",
         "  rollout: 2 x 2 GPU(s) and 1 CPU(s)",
@@ -161,11 +161,11 @@ def test_the_message_names_what_is_needed_what_is_free_and_what_to_do():
         "and has",
         "  10.0.0.1: 4 of 8 GPU(s) and 60 of 64 CPU(s) free",
         "  10.0.0.2: 2 of 8 GPU(s) and 64 of 64 CPU(s) free",
-        told[-1],
+        message[-1],
     ]
-    what = "Lower `policy.num_workers` or `rollout.num_workers`, wait for other jobs, or add nodes"
-    assert told[-1] == what
+    advice = "Lower `policy.num_workers` or `rollout.num_workers`, wait for other jobs, or add nodes"
+    assert message[-1] == advice
     one, models = Bundle("policy", 1, 1), [Bundle("reward_models", 1, 1)] * 2
-    told = str(no_room([one, *models, Bundle("evaluation", 1, 1)], [node("a", 2, 2)], asked.cluster))
-    assert "\nLower `evaluation.num_workers` or `rewards.models[*].num_workers`, wait for" in told
-    assert "\nWait for other jobs, or" in str(no_room([one], [node("a", 8, 0)], asked.cluster))
+    message = str(no_room([one, *models, Bundle("evaluation", 1, 1)], [node("a", 2, 2)], run_config.cluster))
+    assert "\nLower `evaluation.num_workers` or `rewards.models[*].num_workers`, wait for" in message
+    assert "\nWait for other jobs, or" in str(no_room([one], [node("a", 8, 0)], run_config.cluster))

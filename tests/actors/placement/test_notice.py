@@ -1,4 +1,4 @@
-"""Which nodes of the policy are about to go."""
+"""Notices about draining nodes of the policy."""
 
 import asyncio
 
@@ -23,16 +23,16 @@ def test_only_the_nodes_that_hold_the_policy_count_and_a_failed_look_is_repeated
     answers = [{}, RuntimeError("Ray does not answer"), {"a": 60.0, "c": 9.0}, {"c": 9.0}]
 
     def draining():
-        found = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     async def session():
-        own = DrainNotice(["a", "b"])
-        watching = asyncio.create_task(own.run())
-        await until(lambda: own.leaving == {"a"})
-        await until(lambda: own.leaving == set())  # the node is gone, or kept after all
+        notice = DrainNotice(["a", "b"])
+        watching = asyncio.create_task(notice.run())
+        await until(lambda: notice.leaving == {"a"})
+        await until(lambda: notice.leaving == set())  # the node is gone, or kept after all
         watching.cancel()
 
     monkeypatch.setattr(elasticity, "_LOOK_S", 0.05)
@@ -52,9 +52,9 @@ class Rank:
 
 @pytest.mark.slow
 def test_the_ranks_nodes_and_the_drivers_are_watched_until_the_team_ends(ray_cluster, monkeypatch):
-    going = {}
+    drained = {}
     monkeypatch.setattr(elasticity, "_LOOK_S", 0.05)
-    monkeypatch.setattr("actors.placement.elasticity.draining", lambda: dict(going))
+    monkeypatch.setattr("actors.placement.elasticity.draining", lambda: dict(drained))
 
     async def session():
         makers = [lambda _: Rank.options(num_cpus=0).remote()] * 2
@@ -62,12 +62,12 @@ def test_the_ranks_nodes_and_the_drivers_are_watched_until_the_team_ends(ray_clu
         await team.ready()
         leaving = await leaving_nodes(team, HANG_S)
         assert leaving() == set()
-        going["elsewhere"] = going[ray.get_runtime_context().get_node_id()] = 60.0
+        drained["elsewhere"] = drained[ray.get_runtime_context().get_node_id()] = 60.0
         await until(leaving)
         assert leaving() == {ray.get_runtime_context().get_node_id()}
         await team.shutdown()
-        going.clear()
+        drained.clear()
         await asyncio.sleep(0.2)
-        assert leaving()  # nobody looks any more
+        assert leaving()  # nobody watches any more
 
     asyncio.run(session())

@@ -1,4 +1,4 @@
-"""A worker that would compute on other GPUs than its own refuses to start, and names the variable of Ray."""
+"""A worker that would compute on GPUs that Ray did not assign refuses to start, and names the variable."""
 
 import asyncio
 import json
@@ -25,14 +25,14 @@ from tests.support.patience import HANG_S
 
 @pytest.fixture
 def actor(monkeypatch):
-    """Make this process an actor on a node with four GPUs: those that Ray gave it, and its environment."""
+    """Make this process an actor on a node with four GPUs, with ``assigned`` GPUs and an environment."""
 
-    def make(given=(), **environment):
+    def make(assigned=(), **environment):
         for name in (VISIBLE, SHARED, NOT_SET, EMPTIED):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": list(given)})
+        context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": list(assigned)})
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
@@ -42,10 +42,10 @@ def actor(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "environment"),
+    ("assigned", "environment"),
     [
         ((), {}),
-        ((), {VISIBLE: "2,3"}),  # of a worker without GPUs
+        ((), {VISIBLE: "2,3"}),  # for a worker without GPUs
         (("1",), {VISIBLE: "1"}),
         (("3", "1"), {VISIBLE: "1,3"}),
         (("GPU-a",), {VISIBLE: "GPU-a"}),
@@ -54,30 +54,30 @@ def actor(monkeypatch):
         ((), {VISIBLE: "0,1", SHARED: "0,1", NOT_SET: "1", EMPTIED: "1"}),
     ],
 )
-def test_a_worker_that_sees_its_own_gpus_starts(actor, given, environment):
-    actor(given, **environment)
+def test_a_worker_that_sees_its_own_gpus_starts(actor, assigned, environment):
+    actor(assigned, **environment)
     check_gpus()
 
 
 @pytest.mark.parametrize(
-    ("given", "environment", "words"),
+    ("assigned", "environment", "words"),
     [
         (("2",), {NOT_SET: "1"}, rf"GPU 2 of 10\.0\.0\.1, .*is not set.*{NOT_SET}=1 has Ray leave it alone"),
         (("2",), {NOT_SET: "true", VISIBLE: "0,1"}, rf"is '0,1'.*{NOT_SET}=true has Ray leave it"),
         ((), {SHARED: "0,1", VISIBLE: "", EMPTIED: "1"}, rf"GPU 0, 1 .* is ''.*{EMPTIED}=1 has Ray empty it"),
-        (("2",), {VISIBLE: "0"}, "something but Ray has set it"),
-        ((), {SHARED: "0,1", VISIBLE: "0", EMPTIED: "0"}, "something but Ray has set it"),
+        (("2",), {VISIBLE: "0"}, "something other than Ray has set it"),
+        ((), {SHARED: "0,1", VISIBLE: "0", EMPTIED: "0"}, "something other than Ray has set it"),
     ],
 )  # fmt: skip
-def test_a_worker_that_sees_others_names_the_variable_and_the_remedy(actor, given, environment, words):
-    actor(given, **environment)
+def test_a_worker_that_sees_others_names_the_variable_and_the_remedy(actor, assigned, environment, words):
+    actor(assigned, **environment)
     with pytest.raises(UserError, match=words) as refused:
         check_gpus()
     assert "restart Ray" in str(refused.value) and "\n" not in str(refused.value)
 
 
 def start_of(kind):
-    """Return what loads the model of a worker, with a model that is not there."""
+    """Return the call that loads the model of a worker; the model does not exist."""
     model = ModelConfig(path="none", dtype="auto")
     if kind == "rank":
         return lambda: PolicyWorker().start(None, None, model, "none", None)
@@ -100,12 +100,12 @@ def test_every_worker_with_gpus_compares_before_it_loads_anything(actor, kind, m
 
 
 def test_a_private_ray_starts_without_the_variables(monkeypatch):
-    seen = []
+    variables = []
     monkeypatch.setenv(NOT_SET, "1")
     monkeypatch.setenv(EMPTIED, "1")
-    monkeypatch.setattr(ray, "init", lambda **_: seen.append({NOT_SET, EMPTIED} & set(os.environ)))
+    monkeypatch.setattr(ray, "init", lambda **_: variables.append({NOT_SET, EMPTIED} & set(os.environ)))
     connection.start_private_ray(include_dashboard=False)
-    assert seen == [set()]
+    assert variables == [set()]
 
 
 def test_a_refusal_of_an_actor_reaches_the_user_without_a_traceback():
@@ -151,12 +151,10 @@ def test_what_ray_does_with_the_variables_is_refused_and_nothing_else():
     """On a Ray with two GPUs that do not exist."""
     environment = {name: value for name, value in os.environ.items() if name != VISIBLE}
     command = [sys.executable, "-c", _ON_TWO_GPUS]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=HANG_S, check=True
-    )
-    found = json.loads(done.stdout)
-    assert found[""] == [None, None]
-    rank, engine = found[NOT_SET]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S, check=True)
+    refusals = json.loads(run.stdout)
+    assert refusals[""] == [None, None]
+    rank, engine = refusals[NOT_SET]
     assert f"{NOT_SET}=1 has Ray leave it alone" in rank and engine is None
-    rank, engine = found[EMPTIED]
+    rank, engine = refusals[EMPTIED]
     assert rank is None and f"{EMPTIED}=1 has Ray empty it" in engine

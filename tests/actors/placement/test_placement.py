@@ -41,7 +41,7 @@ def test_auto_separates_where_the_gpus_suffice(ranks, engines, tensor_parallel, 
 @pytest.mark.parametrize(
     ("backend", "engines", "where", "problem"),
     [
-        ("nccl", 8, "auto", "nccl cannot connect two processes on one GPU"),  # which has no room for 16
+        ("nccl", 8, "auto", "nccl cannot connect two processes on one GPU"),  # no room for 16
         ("nccl", 4, "auto", None),
         ("ipc", 4, "auto", "ipc needs policy and engines on the same GPUs"),
         ("ipc", 8, "auto", None),
@@ -57,7 +57,7 @@ def test_a_transport_that_the_placement_excludes_is_refused_with_it(backend, eng
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("cluster", [NODE, LAPTOP])
-def test_environments_take_processors_alone_and_only_where_a_source_has_one(training, cluster):
+def test_environments_take_only_processors_and_only_where_a_source_has_one(training, cluster):
     source = {"path": "demo:add3"}
     data = {"train": [source], "eval": [source | {"environment": "calculator"}]}
     wanted = config(data=data, environments={"num_workers": 3})
@@ -76,15 +76,12 @@ def test_eight_gpus_hold_eight_ranks_engines_a_reference_and_reward_models(where
     """The reference and each reward model have a copy on every GPU, whatever their `num_workers`."""
     demands = placement(shape(8, 8, where=where, **KL, **MODELS), NODE, training=True)
     assert {role: (d.workers, d.shared) for role, d in demands.items() if d.gpus} == {
-        "rollout": (8, True),
-        "reward_models": (16, True),
-        "policy": (8, False),
-        "reference": (8, True),
-    }
+        "rollout": (8, True), "reward_models": (16, True), "policy": (8, False), "reference": (8, True),
+    }  # fmt: skip
     assert [(b.role, b.gpus, b.workers) for b in bundles(demands) if b.gpus] == [("policy", 1, 1)] * 8
 
 
-def test_apart_they_take_gpus_of_their_own():
+def test_separate_roles_take_separate_gpus():
     demands = placement(shape(2, 2, where="separate", **KL, **MODELS), NODE, training=True)
     taken = {role: (d.workers, d.shared) for role, d in demands.items() if d.gpus}
     assert taken["reference"] == (1, False) and taken["reward_models"] == (3, False)
@@ -100,7 +97,7 @@ def test_apart_they_take_gpus_of_their_own():
 
 
 def test_as_many_copies_as_fill_a_gpu_fit_it_as_ray_counts():
-    """Ray rounds each share to 1e-4; a share that it can count is taken as it is."""
+    """Ray rounds each share to 1e-4; a multiple of that is kept as it is."""
     for copies in (3, 6, 7, 9, 11, 13, 10_000):
         gpus = OutcomeModelConfig(name="m", path="x", gpu_share=1 / copies).gpus
         assert copies * round(gpus * 10_000) <= 10_000 and 0 <= 1 / copies - gpus < 1e-4
@@ -121,15 +118,13 @@ SHARES = [
 def test_reward_models_share_gpus_or_have_several():
     """Workers in the order of the models: 0.25, 0.25, 2, 0.5 and 1 GPUs on 2 + 1 + 1."""
     demands = placement(shape(2, 2, rewards={"models": SHARES}), NODE, training=True)
-    found = demands["reward_models"]
-    assert found.total_gpus == 4 and found.each == (0.25, 0.25, 2, 0.5, 1)
+    demand = demands["reward_models"]
+    assert demand.total_gpus == 4 and demand.each == (0.25, 0.25, 2, 0.5, 1)
     assert "reward_models 5 on 4 GPU(s)" in describe(demands, NODE)
-    own = [b for b in bundles(demands) if b.role == "reward_models"]
-    assert [(b.gpus, b.workers, b.shares) for b in own] == [
-        (2, 1, ((2, 2),)),
-        (1, 1, ((4, 1),)),
-        (1, 3, ((0, 0.25), (1, 0.25), (3, 0.5))),
-    ]
+    model_bundles = [b for b in bundles(demands) if b.role == "reward_models"]
+    assert [(b.gpus, b.workers, b.shares) for b in model_bundles] == [
+        (2, 1, ((2, 2),)), (1, 1, ((4, 1),)), (1, 3, ((0, 0.25), (1, 0.25), (3, 0.5))),
+    ]  # fmt: skip
     with pytest.raises(UserError, match=r"8 GPUs are needed \(.*reward_models 5 on 4 \+.* but it has 7"):
         placement(shape(2, 2, where="separate", rewards={"models": SHARES}), Resources(64, 7), training=True)
 
@@ -184,7 +179,7 @@ def test_more_gpus_than_there_are_is_refused(wanted, words):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offloaded", ["none", "optimizer", "parameters"])
-def test_every_kind_of_policy_state_can_take_turns(stage, offloaded):
+def test_every_kind_of_policy_state_can_be_colocated(stage, offloaded):
     offload = {} if offloaded == "none" else {offloaded: "cpu"}
     if (offloaded == "parameters" and stage != 3) or (offloaded == "optimizer" and stage == 0):
         return
@@ -203,6 +198,7 @@ def test_colocation_is_proposed_only_where_it_would_work():
 
 _ONE_GPU = "cluster.placement=colocated policy.num_workers=1"
 _LOWER = "lower `policy.num_workers`, or"
+_AHEAD = shape(2, 1, max_staleness=1, **KL)
 SPLIT = {
     "model": {"path": "demo:tiny", "packing": True},
     "policy": {"num_workers": 2, "sequence_parallel": 2},
@@ -210,32 +206,24 @@ SPLIT = {
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpus", "said"),
+    ("wanted", "gpus", "advice"),
     [
-        # Apart, engine, ranks and reference take three GPUs at least.
-        (shape(2, 1, max_staleness=1, **KL), 1, f"has 1; set max_staleness=0 {_ONE_GPU}, or add nodes"),
-        (
-            shape(2, 1, max_staleness=1, **KL),
-            2,
-            "has 2; set max_staleness=0 cluster.placement=colocated, or add nodes",
-        ),
-        (
-            shape(2, 1, max_staleness=1, **KL),
-            3,
-            f"has 3; set max_staleness=0 cluster.placement=colocated, or {_LOWER} add nodes",
-        ),
+        # Separate, engine, ranks and reference take at least three GPUs.
+        (_AHEAD, 1, f"has 1; set max_staleness=0 {_ONE_GPU}, or add nodes"),
+        (_AHEAD, 2, "has 2; set max_staleness=0 cluster.placement=colocated, or add nodes"),
+        (_AHEAD, 3, f"has 3; set max_staleness=0 cluster.placement=colocated, or {_LOWER} add nodes"),
         (shape(2, 1, **KL), 1, "has 1; set policy.num_workers=1, or add nodes"),  # they share it already
         (shape(4, 4, max_staleness=1), 3, "policy.num_workers=2 rollout.num_workers=2, or lower"),
         (shape(2, 1, where="separate", **KL), 1, f"has 1; set {_ONE_GPU}, or add nodes"),
-        # Two ranks of a sequence cannot be one, what runs ahead cannot stop, and new engines take GPUs.
+        # Two ranks of one sequence cannot become one, completion order must run ahead, and engines take GPUs.
         (config(**SPLIT, max_staleness=1), 1, "has 1; add nodes"),
         (shape(1, 1, max_staleness=1, batch={"order": "completion"}), 1, "has 1; add nodes"),
     ],
 )
-def test_the_refusal_names_only_what_fits(wanted, gpus, said):
+def test_the_refusal_names_only_what_fits(wanted, gpus, advice):
     with pytest.raises(UserError) as refusal:
         placement(wanted, Resources(64, gpus), training=True)
-    assert said in str(refusal.value)
+    assert advice in str(refusal.value)
 
 
 def test_nccl_is_refused_between_two_processes_on_one_gpu():
@@ -258,30 +246,30 @@ def test_without_gpus_the_placement_decides_shares_of_threads(where, staleness, 
 
 
 def test_engines_get_neighbouring_gpus_of_one_node():
-    held = [Devices("a", ("0",)), Devices("b", ("4",)), Devices("a", ("1",)), Devices("b", ("5",))]
-    assert share_out(held, 2, 2) == [Devices("a", ("0", "1")), Devices("b", ("4", "5"))]
-    assert share_out(held, 1, 2) == [Devices("a", ("0", "1"))]
-    assert share_out(held, 4, 1) == [
+    ranks = [Devices("a", ("0",)), Devices("b", ("4",)), Devices("a", ("1",)), Devices("b", ("5",))]
+    assert share_out(ranks, 2, 2) == [Devices("a", ("0", "1")), Devices("b", ("4", "5"))]
+    assert share_out(ranks, 1, 2) == [Devices("a", ("0", "1"))]
+    assert share_out(ranks, 4, 1) == [
         Devices(n, (g,)) for n, g in (("a", "0"), ("a", "1"), ("b", "4"), ("b", "5"))
     ]
 
 
 def test_each_engine_process_is_paired_with_the_rank_on_its_gpu():
-    held = [Devices("b", ("4",)), Devices("a", ("0",)), Devices("b", ("5",)), Devices("a", ("1",))]
-    engines = share_out(held, 2, 2)
+    ranks = [Devices("b", ("4",)), Devices("a", ("0",)), Devices("b", ("5",)), Devices("a", ("1",))]
+    engines = share_out(ranks, 2, 2)
     assert engines == [Devices("b", ("4", "5")), Devices("a", ("0", "1"))]
-    assert colocated_ranks(held, engines) == [0, 2, 1, 3]
-    assert colocated_ranks(held, share_out(held, 4, 1)) == [0, 2, 1, 3]
-    assert colocated_ranks(held, share_out(held, 1, 2)) == [0, 2]
+    assert colocated_ranks(ranks, engines) == [0, 2, 1, 3]
+    assert colocated_ranks(ranks, share_out(ranks, 4, 1)) == [0, 2, 1, 3]
+    assert colocated_ranks(ranks, share_out(ranks, 1, 2)) == [0, 2]
 
 
 def test_an_engine_that_would_span_nodes_is_refused():
-    held = [Devices("a", ("0",)), Devices("a", ("1",)), Devices("a", ("2",)), Devices("b", ("0",))]
-    assert share_out(held, 1, 2) == [Devices("a", ("0", "1"))]
+    ranks = [Devices("a", ("0",)), Devices("a", ("1",)), Devices("a", ("2",)), Devices("b", ("0",))]
+    assert share_out(ranks, 1, 2) == [Devices("a", ("0", "1"))]
     with pytest.raises(
         UserError, match=r"GPUs of one node each: .* \(3 on a, 1 on b\) have room for 1; lower"
     ):
-        share_out(held, 2, 2)
+        share_out(ranks, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -295,8 +283,8 @@ def test_compute_workers_reserve_cpus_in_every_shared_cluster(monkeypatch, conne
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
 
     async def demanded():
-        async with cluster.Cluster(config(cluster={"placement": "separate", "address": address})) as own:
-            return await own._placed(training=True)
+        async with cluster.Cluster(config(cluster={"placement": "separate", "address": address})) as run:
+            return await run._placed(training=True)
 
     reserved = {role: demand.cpus for role, demand in asyncio.run(demanded()).items()}
     assert (reserved["rollout"] > 0, reserved["policy"] > 0, reserved["rewards"]) == (shared, shared, 0)
@@ -315,17 +303,17 @@ class Held:
 
 
 def test_restarted_workers_keep_their_reservation(monkeypatch):
-    own = cluster.Cluster(config())
-    reservation = own._factory.reservation = Held()
+    run_cluster = cluster.Cluster(config())
+    reservation = run_cluster._factory.reservation = Held()
 
     async def start_training(model_dir):
-        await own._reserve(training=True)
+        await run_cluster._reserve(training=True)
         return reservation.given_back
 
-    monkeypatch.setattr(own, "start_training", start_training)
-    assert asyncio.run(own.start_again("model")) is False
-    assert reservation.waited_for is own._config.cluster
-    asyncio.run(own.stop_workers())
+    monkeypatch.setattr(run_cluster, "start_training", start_training)
+    assert asyncio.run(run_cluster.start_again("model")) is False
+    assert reservation.waited_for is run_cluster._config.cluster
+    asyncio.run(run_cluster.stop_workers())
     assert reservation.given_back
 
 
@@ -336,7 +324,7 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("where", ["separate", "colocated"])
-def test_evaluation_with_engines_of_its_own_takes_gpus_that_no_other_role_shares(where):
+def test_evaluation_engines_take_gpus_that_no_other_role_shares(where):
     wanted = config(
         **EVALUATED, policy={"num_workers": 2}, rollout={"num_workers": 2}, cluster={"placement": where}
     )
@@ -348,7 +336,7 @@ def test_evaluation_with_engines_of_its_own_takes_gpus_that_no_other_role_shares
     assert "`evaluation.num_workers`" in str(refused.value)
 
 
-def test_reward_models_that_take_turns_with_the_policy_cannot_score_while_it_trains():
+def test_colocated_reward_models_cannot_score_while_the_policy_trains():
     wanted = config(**EVALUATED, **MODELS, cluster={"placement": "colocated"})
     with pytest.raises(UserError, match=r"`evaluation.num_workers` = 1: .* colocated with it"):
         placement(wanted, NODE, training=True)

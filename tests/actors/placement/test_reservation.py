@@ -29,11 +29,11 @@ def on_nodes(scenario, **variables):
 @pytest.mark.slow
 def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
     run = on_nodes("reservations")
-    told = run.stdout.splitlines()
-    begin = told.index(
+    lines = run.stdout.splitlines()
+    begin = lines.index(
         "cluster: no room for this run within `cluster.timeouts.placement_timeout_s` = 1 s; it asks for"
     )
-    refusal = told[begin : told.index("placed")]
+    refusal = lines[begin : lines.index("placed")]
     assert refusal[1:5] == [
         "  policy: 2 x 1 GPU(s) and 1 CPU(s)",
         "  rollout: 1 x 2 GPU(s) and 1 CPU(s)",
@@ -42,7 +42,7 @@ def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
     ]
     assert sum(": 1 of 2 GPU(s) and 4 of 4 CPU(s) free" in line for line in refusal) == 1
     assert refusal[-1].startswith("Lower `policy.num_workers` or `rollout.num_workers`, wait")
-    assert told[told.index("placed") :] == [
+    assert lines[lines.index("placed") :] == [
         "placed",
         "replaced",
         "given back",
@@ -56,9 +56,9 @@ def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
 def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     run = on_nodes("growth", **token)
-    told = run.stdout.splitlines()
-    assert told[0].endswith("or set `cluster.grows_to` where an autoscaler adds them")
-    assert told[1:] == ["grown to 2 nodes"]
+    lines = run.stdout.splitlines()
+    assert lines[0].endswith("or set `cluster.grows_to` where an autoscaler adds them")
+    assert lines[1:] == ["grown to 2 nodes"]
     assert re.search(r"waiting for room in the cluster \(\d+ of 180 s\): ", run.stderr)
 
 
@@ -75,7 +75,7 @@ def test_reward_models_with_shares_are_on_one_gpu_and_a_split_one_has_its_own():
 
 @pytest.mark.slow
 def test_policy_and_engines_have_whole_nodes_though_ray_mixes_their_bundles():
-    told = on_nodes("assignment").stdout.splitlines()
-    # Ray may say of the lost node what its last lines were.
-    ours = [line for line in told if line.startswith("whole nodes")]
-    assert ours == ["whole nodes", "whole nodes again"], told
+    lines = on_nodes("assignment").stdout.splitlines()
+    # Ray may print the last log lines of the lost node.
+    ours = [line for line in lines if line.startswith("whole nodes")]
+    assert ours == ["whole nodes", "whole nodes again"], lines

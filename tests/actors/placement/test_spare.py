@@ -1,4 +1,4 @@
-"""Room for guests."""
+"""Spare resources for guest engines."""
 
 from types import SimpleNamespace
 
@@ -45,7 +45,7 @@ def elastic(**changes):
     ("shared", "cpus", "uncounted"),
     [
         (False, 8, {"rollout": 1, "policy": 4}),  # a private Ray, where nothing is reserved
-        (True, 8, {}),  # one with others: Ray counts
+        (True, 8, {}),  # a shared Ray, which counts
         (True, 4, {"rollout": 1, "policy": 4}),  # too few to reserve
     ],
 )

@@ -39,13 +39,13 @@ def one_process(tmp_path, monkeypatch):
 
 
 class Model(nn.Module):
-    """Two matrices of a checkpoint in one layer, as gate and up are."""
+    """Two matrices of a checkpoint in one layer, such as gate and up."""
 
     def __init__(self, quantization):
         super().__init__()
-        chosen = OnlineQuantizationConfig(resolve_quantization_config(quantization, None))
-        how = {"bias": False, "quant_config": chosen, "prefix": "both", "params_dtype": torch.bfloat16}
-        self.both = MergedColumnParallelLinear(FAN_IN, list(WIDTHS), **how)
+        settings = OnlineQuantizationConfig(resolve_quantization_config(quantization, None))
+        options = {"bias": False, "quant_config": settings, "prefix": "both", "params_dtype": torch.bfloat16}
+        self.both = MergedColumnParallelLinear(FAN_IN, list(WIDTHS), **options)
 
     def load_weights(self, weights):
         for name, value in weights:
@@ -61,8 +61,8 @@ def weights(seed):
 
 def engine(seed):
     """A model loaded from a bfloat16 checkpoint, as in an engine with `rollout.quantization` = fp8."""
-    asked = EngineArgs(**arguments("cuda", dtype="bfloat16", quantization="fp8"))
-    model = Model(asked.quantization)
+    engine_args = EngineArgs(**arguments("cuda", dtype="bfloat16", quantization="fp8"))
+    model = Model(engine_args.quantization)
     record_metadata_for_reloading(model)
     model.load_weights(weights(seed))
     finalize_layerwise_processing(model, SimpleNamespace(dtype=torch.bfloat16))
@@ -126,9 +126,7 @@ def test_an_fp8_engine_quantises_the_bfloat16_weights_that_it_receives(one_proce
             assert ours.data_ptr() == place  # where CUDA graphs read it
         exact = torch.cat([w for _, w in weights(seed)]).float()
         whole = held(model)[0].float().T * held(model)[1]
-        assert (
-            float((whole - exact).abs().max()) <= float(exact.abs().max()) * 2**-4
-        )  # three bits of mantissa
+        assert float((whole - exact).abs().max()) <= float(exact.abs().max()) * 2**-4  # 3 mantissa bits
         assert float((whole - exact).norm() / exact.norm()) < 0.04
 
 

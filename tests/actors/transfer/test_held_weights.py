@@ -5,11 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -24,24 +20,17 @@ from tests.support.engines import one_process_of
 
 CPU, BUCKET, WIDTH, WORDS = torch.device("cpu"), 20_000, 64, 128
 SHAPES = {
-    "embed_tokens.weight": (WORDS, WIDTH),
-    "q_proj.weight": (64, WIDTH),
-    "k_proj.weight": (32, WIDTH),
-    "v_proj.weight": (32, WIDTH),
-    "q_proj.bias": (64,),
-    "k_proj.bias": (32,),
-    "v_proj.bias": (32,),
-    "gate_proj.weight": (96, WIDTH),
-    "up_proj.weight": (96, WIDTH),
-    "down_proj.weight": (WIDTH, 96),
-}
+    "embed_tokens.weight": (WORDS, WIDTH), "q_proj.weight": (64, WIDTH), "k_proj.weight": (32, WIDTH),
+    "v_proj.weight": (32, WIDTH), "q_proj.bias": (64,), "k_proj.bias": (32,), "v_proj.bias": (32,),
+    "gate_proj.weight": (96, WIDTH), "up_proj.weight": (96, WIDTH), "down_proj.weight": (WIDTH, 96),
+}  # fmt: skip
 SPECS = [ParameterSpec(name, "float32", shape) for name, shape in SHAPES.items()]
 FUSED = {"q_proj": ("qkv", "q"), "k_proj": ("qkv", "k"), "v_proj": ("qkv", "v")}
 FUSED |= {"gate_proj": ("gate_up", 0), "up_proj": ("gate_up", 1)}
 
 
 class Model(nn.Module):
-    """One of each kind of layer: what a checkpoint names apart is fused, and the head is tied."""
+    """One layer of each kind: matrices that a checkpoint stores apart are fused, and the head is tied."""
 
     def __init__(self):
         super().__init__()
@@ -83,11 +72,11 @@ def first_weights():
 
 
 def moved(weights, seed, *names):
-    """Return copies of ``weights`` in which a hundredth of the elements of ``names`` are others."""
+    """Return copies of ``weights`` with 1 % of the elements of ``names`` changed."""
     generator, copies = torch.Generator().manual_seed(seed), dict(weights)
     for name in names:
         where = torch.rand(SHAPES[name], generator=generator) < 0.01
-        where.view(-1)[seed] = True  # of the small ones, too
+        where.view(-1)[seed] = True  # also in the small ones
         copies[name] = weights[name] + torch.randn(SHAPES[name], generator=generator) * where
     return copies
 
@@ -125,8 +114,8 @@ class Wire:
             buffer[:size] = flat
             yield buffer[:size]
 
-    def agree(self, own):
-        return own
+    def agree(self, fact):
+        return fact
 
 
 class Engine:
@@ -142,8 +131,8 @@ class Engine:
         self.count = 0
 
     def sync(self, weights, *, whole=False, spoil=None):
-        """Send ``weights``; return the names of the tensors that the model loaded. ``spoil``: in which round
-        a bit is wrong, the table's (0) or that of what changed (1).
+        """Send ``weights``; return the names of the tensors that the model loaded. ``spoil``: flip a bit in
+        the round of the table (0) or of the changes (1).
         """
         self.count += 1
         buckets = [[(s.name, weights[s.name]) for s in bucket] for bucket in make_buckets(SPECS, BUCKET)]
@@ -158,8 +147,8 @@ class Engine:
             if spoil is not None:
                 self.wire.rounds[spoil][0][8] ^= 1
         parameters = [[s.name, s.dtype, list(s.shape)] for s in SPECS]
-        held = HeldTransfer(changes.token, base)
-        self.receiver.receive_weights(UpdateInfo(parameters, BUCKET, held=held))
+        info = UpdateInfo(parameters, BUCKET, held=HeldTransfer(changes.token, base))
+        self.receiver.receive_weights(info)
         if self.receiver.held.token is not None:
             self.receiver.finish_weight_update()
             assert self.receiver.held.token == changes.token
@@ -189,7 +178,7 @@ def test_changes_with_a_wrong_bit_touch_no_layer_and_whole_weights_follow(spoile
     other = moved(weights, 1, *SHAPES)
     assert engine.sync(other, spoil=spoiled) == set()
     assert engine.receiver.held.token is None
-    engine.wire.rounds.clear()  # a sender that hears of it sends no more
+    engine.wire.rounds.clear()  # a sender that learns of it stops
     assert_computes(engine.model, weights)
     assert engine.sync(other, whole=True) == set(SHAPES)
     assert_computes(engine.model, other)

@@ -1,4 +1,4 @@
-"""Sender of each receiver where engines share the policy's devices: two ZeRO-3 ranks, two receivers."""
+"""The rank that sends to each colocated receiver: two ZeRO-3 ranks, two receivers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.machine
 
 
 class Receiver:
-    """Stands for an engine in a transfer: each of its processes has a seat."""
+    """A fake engine in a transfer, with a seat for each of its processes."""
 
     def open_transfer(self, backend, seats, timeout_s):
         self.seats = seats
@@ -26,11 +26,11 @@ class Receiver:
 
     def receive(self, specs, bucket_bytes):
         """Return the tensors each process received, and the port of its group."""
-        got = []
+        received = []
         for transport in self.transports:
             buckets = receive(transport, specs, bucket_bytes)
-            got.append({name: t.clone() for bucket in buckets for name, t in bucket})
-        return got, [seat.port for seat in self.seats]
+            received.append({name: t.clone() for bucket in buckets for name, t in bucket})
+        return received, [seat.port for seat in self.seats]
 
 
 async def exchange(model_dir, *, colocated_ranks):
@@ -39,13 +39,9 @@ async def exchange(model_dir, *, colocated_ranks):
     receivers = [actor.remote() for _ in colocated_ranks]
     await policy.ready()
     group = await TransferGroup.open(
-        "rollout",
-        policy,
-        receivers,
-        TransferSpec(WeightSyncConfig(bucket_mb=1, backend="shared_memory")),
-        colocated_ranks=colocated_ranks,
-        timeout_s=HANG_S,
-    )
+        "rollout", policy, receivers, TransferSpec(WeightSyncConfig(bucket_mb=1, backend="shared_memory")),
+        colocated_ranks=colocated_ranks, timeout_s=HANG_S,
+    )  # fmt: skip
     receiving = [receiver.receive.remote(group.parameters, group.bucket_bytes) for receiver in receivers]
 
     async def arrived(reference):
@@ -54,22 +50,22 @@ async def exchange(model_dir, *, colocated_ranks):
     arriving = [arrived(reference) for reference in receiving]
     metrics = await asyncio.wait_for(group.send(arriving), HANG_S)
     weights, _ = await on_all(policy, "weights")
-    found = ray.get(receiving)
+    results = ray.get(receiving)
     await policy.shutdown()
     for receiver in receivers:
         ray.kill(receiver)
     assert metrics["sync/bytes"] == sum(t.numel() * 4 for t in weights.values())
-    for copies, _ in found:
+    for copies, _ in results:
         for copy in copies:
             assert copy.keys() == weights.keys()
             assert all(torch.equal(copy[name], weights[name]) for name in weights)
-    return [port for _, ports in found for port in ports]
+    return [port for _, ports in results for port in ports]
 
 
 @pytest.mark.slow
 def test_every_process_gets_the_weights_from_the_rank_on_its_gpu(ray_cluster, tiny_model):
     ports = asyncio.run(exchange(tiny_model, colocated_ranks=[1, 0]))
-    assert len(set(ports)) == len(ports) == 2  # groups of their own
+    assert len(set(ports)) == len(ports) == 2  # separate groups
 
 
 class Called:
@@ -103,10 +99,10 @@ def test_ranks_wait_less_for_an_engine_than_it_waits_for_them():
 
 
 @pytest.mark.parametrize(
-    ("set_backend", "one_host", "taken"),
+    ("set_backend", "one_host", "expected"),
     [("shared_memory", True, "shared_memory"), ("shared_memory", False, "gloo"), ("gloo", False, "gloo")],
 )
-def test_an_engine_on_another_host_is_reached_whatever_backend_was_set(set_backend, one_host, taken):
+def test_an_engine_on_another_host_is_reached_whatever_backend_was_set(set_backend, one_host, expected):
     """It may join hours after the start, when all engines were on one host."""
     backends, nodes = [], ["node"] * 2
 
@@ -128,4 +124,4 @@ def test_an_engine_on_another_host_is_reached_whatever_backend_was_set(set_backe
         await group.reopen([Engine()], name="joined", timeout_s=300)
 
     asyncio.run(session())
-    assert backends[1] == taken
+    assert backends[1] == expected

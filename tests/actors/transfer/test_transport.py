@@ -47,12 +47,10 @@ CPU_KINDS = ["gloo", "shared_memory"]
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__])
 SPECS = [
-    ParameterSpec("a", "float32", (300, 7)),
-    ParameterSpec("b", "bfloat16", (3,)),
-    ParameterSpec("c", "float32", (5,)),
-    ParameterSpec("big", "float32", (9000,)),
+    ParameterSpec("a", "float32", (300, 7)), ParameterSpec("b", "bfloat16", (3,)),
+    ParameterSpec("c", "float32", (5,)), ParameterSpec("big", "float32", (9000,)),
     ParameterSpec("d", "float32", (1,)),
-]
+]  # fmt: skip
 # More than a connection takes while nobody reads.
 MANY = [ParameterSpec(str(i), "float32", (1 << 20,)) for i in range(12)]
 BUCKET = 9000  # bytes: a and b | c | big | d and more
@@ -70,13 +68,13 @@ def join(backend, port, rank, size, timeout_s=HANG_S, secret=SECRET):
 def receiver(backend, port, rank, size, rounds, out):
     transport = join(backend, port, rank, size)
     for _ in range(rounds):
-        got = {n: t.clone() for bucket in receive(transport, SPECS, BUCKET) for n, t in bucket}
-        out.put((rank, {n: t.float().numpy() for n, t in got.items()}))
+        tensors = {n: t.clone() for bucket in receive(transport, SPECS, BUCKET) for n, t in bucket}
+        out.put((rank, {n: t.float().numpy() for n, t in tensors.items()}))
     transport.close()
 
 
-def one_that(backend, port, action, up, reached):
-    """Return a receiver that reads one bucket and then does something else."""
+def receive_one_bucket_then(action, backend, port, up, reached):
+    """Join and receive one bucket, then die or hang."""
     up.set()  # everything is imported
     transport = join(backend, port, 1, 2)
     next(receive(transport, MANY, 1))
@@ -92,6 +90,15 @@ def start(target, *arguments):
     return process
 
 
+def in_threads(target, arguments):
+    """Run ``target`` in one thread for each tuple of ``arguments``; wait for all of them."""
+    threads = [threading.Thread(target=target, args=each) for each in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+
+
 def buckets_of(held):
     return [[(spec.name, held[spec.name]) for spec in bucket] for bucket in make_buckets(SPECS, BUCKET)]
 
@@ -102,13 +109,13 @@ def test_two_receivers_get_every_byte_round_after_round(backend):
     others = [start(receiver, backend, port, rank, 3, 2, out) for rank in (1, 2)]
     transport = join(backend, port, 0, 3)
     for seed in (1, 2):
-        held = weights(seed)
-        metrics = send(transport, buckets_of(held), SPECS, BUCKET)
+        sent = weights(seed)
+        metrics = send(transport, buckets_of(sent), SPECS, BUCKET)
         assert metrics["sync/bytes"] == sum(spec.num_bytes for spec in SPECS)
-        for rank, got in [out.get(timeout=HANG_S) for _ in others]:
+        for rank, received in [out.get(timeout=HANG_S) for _ in others]:
             assert rank in (1, 2)
-            for name, tensor in held.items():
-                assert torch.equal(torch.from_numpy(got[name]), tensor.float())
+            for name, tensor in sent.items():
+                assert torch.equal(torch.from_numpy(received[name]), tensor.float())
     transport.close()
     for other in others:
         other.join(HANG_S)
@@ -123,7 +130,7 @@ def damaged(transport):
         transport.incoming = incoming
         for flat in incoming(sizes):
             copy = flat.clone()
-            copy[8] ^= 4  # bytes of the first bucket, which stay possible
+            copy[8] ^= 4  # the size of the first bucket, which stays a possible one
             yield copy
 
     transport.incoming = flip
@@ -150,7 +157,7 @@ def test_a_damaged_table_of_changes_ends_the_transfer_for_all_and_the_group_goes
     transport, source, device = join(backend, port, 0, 3), SentWeights(), torch.device("cpu")
     held = weights(1)
     for i in range(4):
-        if i != 2:  # what could not be applied is sent whole
+        if i != 2:  # changes that could not be applied are sent whole
             held["c"] = held["c"] + 1
             changes = source.take(buckets_of(held), SPECS, BUCKET, device, str(i))
         if i % 2 == 0:
@@ -175,7 +182,7 @@ def test_a_peer_that_dies_or_hangs_ends_the_sending_by_the_deadline(backend, act
     for timeout_s in longer(10.0):
         port = free_port("127.0.0.1")
         up, reached = PROCESSES.Event(), PROCESSES.Event()
-        other = start(one_that, backend, port, action, up, reached)
+        other = start(receive_one_bucket_then, action, backend, port, up, reached)
         assert up.wait(HANG_S)
         with pytest.raises((RuntimeError, TimeoutError)):
             send(join(backend, port, 0, 2, timeout_s=timeout_s), many, MANY, 1)
@@ -217,28 +224,28 @@ def test_missing_peers_are_reported_by_the_deadline():
 @contextmanager
 def intruders(port, *openings, count=1):
     """Send useless bytes to whatever listens; yield the connections."""
-    made, stop = [], threading.Event()
+    sockets, stop = [], threading.Event()
 
     def intrude():
-        for said in openings * count:
+        for opening in openings * count:
             while not stop.is_set():
                 try:
-                    made.append(socket.create_connection(("127.0.0.1", port), timeout=1))
-                    made[-1].sendall(said)
+                    sockets.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+                    sockets[-1].sendall(opening)
                     break
                 except OSError:
                     time.sleep(0.005)
 
     thread = threading.Thread(target=intrude)
     thread.start()
-    yield made
+    yield sockets
     stop.set()
     thread.join(HANG_S)
-    for each in made:
+    for each in sockets:
         each.close()
 
 
-def of_another_group(port, refused, over):
+def join_with_another_secret(port, refused, over):
     """Try to join until the transfer is ``over``; set ``refused`` once that has failed."""
     timeout_s = 1.0
     while not over.is_set():
@@ -252,28 +259,28 @@ def of_another_group(port, refused, over):
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_a_process_without_the_secret_cannot_join_delay_or_end_a_transfer(count):
-    """Intruders are silent, send noise or use another secret; 50 of each exceed the pending limit. The member
+    """Intruders are silent, send noise or use another secret; 50 each exceed the pending limit. The member
     begins after them.
     """
     port, out = free_port("127.0.0.1"), PROCESSES.Queue()
     refused, over = PROCESSES.Event(), PROCESSES.Event()
-    held, begin = weights(1), time.monotonic()
-    with intruders(port, b"", b"short", b"x" * 500, count=count) as made:
-        others = [start(of_another_group, port, refused, over)]
+    sent, begin = weights(1), time.monotonic()
+    with intruders(port, b"", b"short", b"x" * 500, count=count) as sockets:
+        others = [start(join_with_another_secret, port, refused, over)]
 
         def start_member():
-            wait_until(lambda: len(made) == 3 * count and refused.is_set(), "some intruders have not come")
+            wait_until(lambda: len(sockets) == 3 * count and refused.is_set(), "some intruders have not come")
             others.append(start(receiver, "shared_memory", port, 1, 2, 1, out))
 
         threading.Thread(target=start_member).start()
         transport = join("shared_memory", port, 0, 2)
-        send(transport, buckets_of(held), SPECS, BUCKET)
-        _, got = out.get(timeout=HANG_S)
+        send(transport, buckets_of(sent), SPECS, BUCKET)
+        _, received = out.get(timeout=HANG_S)
         over.set()
-        assert len(made) == 3 * count
-        for intruder in made:
-            assert len(all_of(intruder)) <= 32  # a challenge, and the end
-    assert all(torch.equal(torch.from_numpy(got[name]), held[name].float()) for name in held)
+        assert len(sockets) == 3 * count
+        for intruder in sockets:
+            assert len(read_all(intruder)) <= 32  # a challenge, and the end
+    assert all(torch.equal(torch.from_numpy(received[name]), sent[name].float()) for name in sent)
     assert time.monotonic() - begin < HANG_S  # nobody's deadline was waited for
     transport.close()
     for other in others:
@@ -281,45 +288,40 @@ def test_a_process_without_the_secret_cannot_join_delay_or_end_a_transfer(count)
         assert other.exitcode == 0
 
 
-def all_of(connection):
-    heard = b""
+def read_all(connection):
+    data = b""
     with suppress(ConnectionError):
-        while piece := connection.recv(1000):
-            heard += piece
-    return heard
+        while chunk := connection.recv(1000):
+            data += chunk
+    return data
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_with_another_secret_cannot_join_a_gloo_group(rank):
     """A rank that finds no member cannot either. Neither receives or sends weights."""
-    ended, secrets = {}, [SECRET, SECRET]
+    results, secrets = {}, [SECRET, SECRET]
     secrets[rank] = b"of another group"
 
-    def join_as(own, secret, port, timeout_s):
+    def join_as(index, secret, port, timeout_s):
         try:
-            ended[own] = join("gloo", port, own, 2, timeout_s=timeout_s, secret=secret)
+            results[index] = join("gloo", port, index, 2, timeout_s=timeout_s, secret=secret)
         except Exception as error:
-            ended[own] = error
+            results[index] = error
 
     for timeout_s in longer(2.0):
         port = free_port("127.0.0.1")
-        seats = [(own, secret, port, timeout_s) for own, secret in enumerate(secrets)]
-        threads = [threading.Thread(target=join_as, args=each) for each in seats]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(HANG_S)
-        if not isinstance(ended[1], TimeoutError):  # rank 1 is answered, and not left to its deadline
+        in_threads(join_as, [(index, secret, port, timeout_s) for index, secret in enumerate(secrets)])
+        if not isinstance(results[1], TimeoutError):  # rank 1 is answered, and not left to its deadline
             break
-    assert isinstance(ended[0], TimeoutError) and isinstance(ended[1], ConnectionError)
+    assert isinstance(results[0], TimeoutError) and isinstance(results[1], ConnectionError)
 
 
 def test_an_intruder_in_the_gloo_store_is_refused_before_weights_are_sent(monkeypatch):
     """The port of the store is no secret: any process that finds it can take a rank's place."""
     listening = socket.create_server(("127.0.0.1", 0))
     port, refused = listening.getsockname()[1], []
-    found = GroupStore(port, b"q" * 32, listening.detach())
-    monkeypatch.setattr("actors.transfer.transport.agree_on_store", lambda seat, timeout_s: found)
+    agreed = GroupStore(port, b"q" * 32, listening.detach())
+    monkeypatch.setattr("actors.transfer.transport.agree_on_store", lambda seat, timeout_s: agreed)
 
     def rank_0():
         try:
@@ -340,32 +342,23 @@ def test_an_intruder_in_the_gloo_store_is_refused_before_weights_are_sent(monkey
 
 
 def test_only_members_learn_where_the_policys_ranks_find_their_store(monkeypatch):
-    port, found = free_port("127.0.0.1"), {}
+    port, stores = free_port("127.0.0.1"), {}
 
     def meet_as(rank, secret, timeout_s):
         try:
-            found[rank] = open_store(Rank(rank, 2, "127.0.0.1", port, timeout_s, secret))
+            stores[rank] = open_store(Rank(rank, 2, "127.0.0.1", port, timeout_s, secret))
         except Exception as error:
-            found[rank] = error
+            stores[rank] = error
 
-    def together(*secrets, timeout_s):
-        threads = [
-            threading.Thread(target=meet_as, args=(i, own, timeout_s)) for i, own in enumerate(secrets)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(HANG_S)
-
-    together(SECRET, SECRET, timeout_s=HANG_S)
-    assert found[0].port == found[1].port != port and found[0].challenge == found[1].challenge
-    os.close(found[0].listening)
-    assert SECRET.decode() not in repr(found[0]) and found[1].listening is None
+    in_threads(meet_as, [(0, SECRET, HANG_S), (1, SECRET, HANG_S)])
+    assert stores[0].port == stores[1].port != port and stores[0].challenge == stores[1].challenge
+    os.close(stores[0].listening)
+    assert SECRET.decode() not in repr(stores[0]) and stores[1].listening is None
     for timeout_s in longer(1.0):
-        together(SECRET, b"another", timeout_s=timeout_s)
-        if not isinstance(found[1], TimeoutError):  # rank 1 is answered, and not left to its deadline
+        in_threads(meet_as, [(0, SECRET, timeout_s), (1, b"another", timeout_s)])
+        if not isinstance(stores[1], TimeoutError):  # rank 1 is answered, and not left to its deadline
             break
-    assert isinstance(found[0], TimeoutError) and isinstance(found[1], ConnectionError)
+    assert isinstance(stores[0], TimeoutError) and isinstance(stores[1], ConnectionError)
 
 
 def rank_of_the_policy(port, rank, out):
@@ -387,13 +380,13 @@ def test_ranks_with_the_secret_join_and_listen_only_at_their_meeting_address():
 
 def test_a_rank_without_the_secret_fails_the_membership_check_everywhere():
     proofs = []
-    check_members(lambda own: proofs.append(own) or [own], SECRET, b"q" * 32, 0)
-    check_members(lambda own: [proofs[0], own], SECRET, b"q" * 32, 1)
+    check_members(lambda proof: proofs.append(proof) or [proof], SECRET, b"q" * 32, 0)
+    check_members(lambda proof: [proofs[0], proof], SECRET, b"q" * 32, 1)
     for others in ([torch.zeros_like(proofs[0])], [proofs[0].clone().fill_(1)]):
         with pytest.raises(NotAMember, match=r"rank 0 .* does not know the secret"):
-            check_members(lambda own, others=others: [*others, own], SECRET, b"q" * 32, 1)
-    with pytest.raises(NotAMember):  # of another time
-        check_members(lambda own: [proofs[0], own], SECRET, b"p" * 32, 1)
+            check_members(lambda proof, others=others: [*others, proof], SECRET, b"q" * 32, 1)
+    with pytest.raises(NotAMember):  # a proof for another challenge
+        check_members(lambda proof: [proofs[0], proof], SECRET, b"p" * 32, 1)
 
 
 def test_an_impostor_of_rank_0_is_refused():
@@ -458,12 +451,12 @@ def test_shared_memory_leaves_no_named_segment_behind():
 
 def test_cuda_transport_sends_handles_instead_of_bytes(monkeypatch):
     """Stops short of CUDA: checks the offer, and what the other side rebuilds on its own GPU index."""
-    made, rebuilt = [], []
+    tensors, rebuilt = [], []
 
     def reduce_tensor(tensor):
-        made.append(tensor)
+        tensors.append(tensor)
         shape = (torch.Tensor, tensor.size(), tensor.stride(), 0, torch.storage.TypedStorage, torch.uint8, 0)
-        memory = (b"memory-%d" % len(made), 512, 64 * len(made), False)
+        memory = (b"memory-%d" % len(tensors), 512, 64 * len(tensors), False)
         return None, (*shape, *memory, b"counter", 3, b"\0event", True)
 
     gpu = SimpleNamespace(uuid="GPU-1")
@@ -507,10 +500,10 @@ def test_messages_of_a_group_member_are_never_executed(tmp_path):
         ended.wait(HANG_S)
         connections.close()
 
-    own = {"process": os.getpid(), "descriptor": 0, "bytes": 1}
+    valid = {"process": os.getpid(), "descriptor": 0, "bytes": 1}
     offers = [pickle.dumps(Runs(tmp_path / "run")), b"", b"[" * 60_000, b"[]", b"\xff"]
     changes = {"bytes": -1}, {"process": "../../x"}, {"x": 1}, {"descriptor": True}
-    offers += [json.dumps(own | change).encode() for change in changes] + [b"x" * 70_000]
+    offers += [json.dumps(valid | change).encode() for change in changes] + [b"x" * 70_000]
     for offer in offers:
         port, ended = free_port("127.0.0.1"), threading.Event()
         thread = threading.Thread(target=rank_0, args=(port, offer))
@@ -536,7 +529,7 @@ class Communicator:
     def destroy(self):
         self.destroyed += 1
 
-    # of the stream and the event
+    # methods of the stream and the event
 
     def wait_stream(self, other):
         pass
@@ -558,10 +551,10 @@ def nccl(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: group)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: group)
         monkeypatch.setattr("actors.transfer.transport._nccl_group", lambda *_: group)
-        made = NcclTransport(seat, timeout_s=HANG_S)
-        assert made.device == torch.device("cuda", 3)
-        made.device = torch.device("cpu")  # where the buffers of this test can lie
-        return made, group
+        transport = NcclTransport(seat, timeout_s=HANG_S)
+        assert transport.device == torch.device("cuda", 3)
+        transport.device = torch.device("cpu")  # where the buffers of this test can lie
+        return transport, group
 
     return make
 
@@ -629,17 +622,17 @@ def test_buffers_of_a_broadcast_are_freed_after_the_transfer(rank):
 
         def _pair(self, size):
             pair = super()._pair(size)
-            self.made = [weakref.ref(buffer) for buffer in pair]
+            self.buffers = [weakref.ref(buffer) for buffer in pair]
             return pair
 
     transport, sizes = InPlace(), [100, 50, 70]
-    seen = [len(flat) for flat in (transport.incoming(sizes) if rank else transport.outgoing(sizes))]
+    lengths = [len(flat) for flat in (transport.incoming(sizes) if rank else transport.outgoing(sizes))]
     gc.collect()
-    assert seen == sizes and all(buffer() is None for buffer in transport.made)
+    assert lengths == sizes and all(buffer() is None for buffer in transport.buffers)
 
 
 class HangingJoin:
-    """NCCL's joining of a group, which waits for a process that is gone; it returns once it is ``let_go``."""
+    """Joins a group of NCCL; waits for a process that is gone, and returns once ``let_go`` is set."""
 
     def __init__(self):
         self.let_go, self.group = threading.Event(), Communicator(lambda: True)
@@ -663,7 +656,7 @@ def test_a_process_lost_while_nccl_joins_does_not_leave_the_others_blocked(monke
         NcclTransport(Seat("127.0.0.1", port, 0, 2, SECRET), timeout_s=HANG_S)
     assert not join.group.destroyed
     join.let_go.set()
-    wait_until(lambda: join.group.destroyed == 1, "the communicator that nobody has is not destroyed")
+    wait_until(lambda: join.group.destroyed == 1, "the unused communicator is not destroyed")
 
 
 def test_joining_a_group_of_nccl_has_a_deadline_and_an_error():
@@ -683,29 +676,25 @@ def test_joining_a_group_of_nccl_has_a_deadline_and_an_error():
 
 def test_only_members_receive_the_id_of_an_nccl_group(monkeypatch):
     """The id may contain zero bytes."""
-    own = bytes(range(128))
+    group_id = bytes(range(128))
 
     class Library:
         def ncclGetUniqueId(self):
-            return SimpleNamespace(internal=(ctypes.c_byte * 128).from_buffer_copy(own))
+            return SimpleNamespace(internal=(ctypes.c_byte * 128).from_buffer_copy(group_id))
 
     wrapper = SimpleNamespace(NCCL_UNIQUE_ID_BYTES=128, NCCLLibrary=Library)
     common = SimpleNamespace(uid_init_process_group=lambda *arguments: arguments)
     vllm = "vllm.distributed"
     monkeypatch.setitem(sys.modules, f"{vllm}.device_communicators.pynccl_wrapper", wrapper)
     monkeypatch.setitem(sys.modules, f"{vllm}.weight_transfer.nccl_common", common)
-    port, made = free_port("127.0.0.1"), {}
+    port, groups = free_port("127.0.0.1"), {}
 
     def join_as(rank):
         seat = Seat("127.0.0.1", port, rank, 3, SECRET)
-        made[rank] = _nccl_group(seat, Connections(seat, HANG_S), torch.device("cuda", rank + 4), HANG_S)
+        groups[rank] = _nccl_group(seat, Connections(seat, HANG_S), torch.device("cuda", rank + 4), HANG_S)
 
-    threads = [threading.Thread(target=join_as, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    assert made == {rank: (own, rank, 3, rank + 4) for rank in range(3)}
+    in_threads(join_as, [(rank,) for rank in range(3)])
+    assert groups == {rank: (group_id, rank, 3, rank + 4) for rank in range(3)}
 
 
 def test_the_backend_follows_from_devices_and_hosts_unless_it_is_set():

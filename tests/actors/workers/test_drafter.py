@@ -1,4 +1,4 @@
-"""Drafts from earlier texts, and what the drafter takes to be a text that has ended."""
+"""Drafts from earlier texts, and which texts the drafter considers ended."""
 
 import sys
 
@@ -34,7 +34,7 @@ def test_nothing_is_guessed_after_an_n_gram_that_is_new():
     history.add(text(1, 2, 3, 4, 5))
     assert history.continuation(text(2, 3, 4), 4) == []
     assert history.continuation(text(4, 3, 2, 1, 0), 4) == []
-    assert history.continuation(text(0, 2, 3, 4, 5), 4) == []  # what it ends with has no continuation
+    assert history.continuation(text(0, 2, 3, 4, 5), 4) == []  # the n-gram at its end has no continuation
 
 
 def test_the_oldest_texts_leave_and_take_their_n_grams_with_them():
@@ -49,7 +49,7 @@ def test_the_oldest_texts_leave_and_take_their_n_grams_with_them():
 
 
 class ReferenceHistory:
-    """What `History` guesses, by plain search: the last 8 places of the n-gram in the newest texts."""
+    """The guesses of `History` by plain search: the last 8 places of the n-gram in the newest texts."""
 
     def __init__(self, capacity):
         self.capacity, self.texts = capacity, []
@@ -61,14 +61,14 @@ class ReferenceHistory:
             del self.texts[0]
 
     def continuation(self, tokens, count):
-        own = tokens.tolist()
+        ids = tokens.tolist()
         every = [(text, end) for text in reversed(self.texts) for end in range(len(text), 3, -1)]
-        found = [(text, end) for text, end in every if text[end - 4 : end] == own[-4:]]
-        of_own = [(own, end) for end in range(4, len(own)) if own[end - 4 : end] == own[-4:]]
+        matches = [(text, end) for text, end in every if text[end - 4 : end] == ids[-4:]]
+        within = [(ids, end) for end in range(4, len(ids)) if ids[end - 4 : end] == ids[-4:]]
         best, guess = (0, -1), []
-        for other, end in found[:8] + of_own[-8:]:
-            backwards = agreement(other[:end][::-1], own[::-1])
-            score = (min(backwards, 32), agreement(other, own))
+        for other, end in matches[:8] + within[-8:]:
+            backwards = agreement(other[:end][::-1], ids[::-1])
+            score = (min(backwards, 32), agreement(other, ids))
             if other[end : end + count] and score > best:
                 best, guess = score, other[end : end + count]
         return guess
@@ -80,7 +80,7 @@ def agreement(one, other):
 
 
 @pytest.mark.parametrize("vocabulary", [2, 6, 2**31 - 1])
-def test_guesses_are_those_of_a_plain_search(vocabulary):
+def test_guesses_match_a_plain_search(vocabulary):
     """Many texts, which are forgotten in turn; with few tokens every n-gram has more than 8 places."""
     rng = np.random.default_rng(vocabulary)
     history, reference = History(400), ReferenceHistory(400)
@@ -119,7 +119,7 @@ def test_remembering_a_text_takes_no_python_for_each_token():
 
 
 class Batch:
-    """Rows as vLLM's model runner has them, and a drafter of them."""
+    """Rows as in vLLM's model runner, and their drafter."""
 
     def __init__(self, monkeypatch, max_sequences=2, tokens=3):
         monkeypatch.setattr(drafters, "use_exact_sampler", lambda: None)
@@ -132,7 +132,7 @@ class Batch:
         self.rows: list[list[int]] = []
 
     def step(self, *sampled):
-        """Append to each row what was sampled of it; return the drafts."""
+        """Append to each row its sampled tokens; return the drafts."""
         for i, tokens in enumerate(sampled):
             self.rows[i] = self.rows[i] + tokens
             self.texts[i, : len(self.rows[i])] = self.rows[i]

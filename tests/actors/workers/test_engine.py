@@ -57,16 +57,14 @@ def test_samples_follow_from_their_seeds_alone(world):
 
 
 def test_a_prompt_longer_than_one_prefill_is_sampled_with_its_seed(world):
-    """Prompts cut into pieces would kill a CPU engine with seeded requests; many long ones exceed one
-    prefill.
-    """
+    """Chunked prefill would crash a CPU engine with seeded requests; many long prompts exceed one prefill."""
     prompts = [Prompt(f"long{i}", np.full(200, 11 + i, np.int32), "1", "test") for i in range(20)]
     assert all(len(rollouts) == 3 for rollouts in world.sample_all(prompts, max_new_tokens=2))
 
 
 def test_the_samples_of_a_group_share_one_prefill_of_their_prompt(world):
-    """A prompt of 200 tokens: the first sample computes it. The other 7 wait for that, find its 6 full blocks
-    of 32 tokens, and copy the 7 tokens that are left before the last. One that comes alone finds full blocks.
+    """A prompt of 200 tokens: the first sample computes it. The other 7 wait, find its 6 full blocks of 32
+    tokens, and copy the 7 tokens left before the last. A single later sample finds only full blocks.
     """
     prompt = Prompt("shared", np.arange(200, dtype=np.int32) % 50 + 11, "1", "test")
     world.cached()
@@ -161,9 +159,7 @@ def test_requests_in_flight_continue_under_the_new_weights_and_record_the_versio
     for rollout in mixed[:8]:
         assert (np.diff(rollout.policy_versions) >= 0).all()
         prompt = by_uid[rollout.prompt_uid]
-        ids = torch.from_numpy(np.concatenate([prompt.token_ids, rollout.completion_ids]).astype(np.int64))[
-            None
-        ]
+        ids = torch.tensor(np.concatenate([prompt.token_ids, rollout.completion_ids]).astype(np.int64))[None]
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, len(prompt.token_ids) :] = True
         for version, model in models.items():

@@ -17,8 +17,8 @@ from tests.support.real_engine import PROMPTS, same
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 
-def started(model_dir, environment):
-    """Start an engine, and end it; return the graphs that it compiled and samples."""
+def run_engine(model_dir, environment):
+    """Start an engine, and end it; return how many graphs it compiled, and samples."""
     sync, model = WeightSyncConfig(), ModelConfig(path="tiny")
     spec = EngineSpec(RolloutConfig(max_num_seqs=16), sync, model, str(model_dir), max_length=256, seed=0)
     options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
@@ -44,7 +44,7 @@ def compiled_graphs(_):
     return int(counters["inductor"]["fxgraph_cache_miss"] + compilation_counter.num_aot_compiles)
 
 
-def built(directory):
+def kernels_in(directory):
     """Return the names of the compiled kernels under ``directory``."""
     return sorted(name for _, _, files in os.walk(directory) for name in files if name.endswith(".so"))
 
@@ -55,10 +55,10 @@ def test_a_second_start_compiles_nothing_also_from_another_path(ray_cluster, tin
     cache = tmp_path / "cache"
     # Named here: an earlier test's engine settings may be in the environment that the actors inherit.
     environment = thread_environment(1) | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    compiled, first = started(tiny_model, environment)
-    kernels = built(cache)
+    compiled, first = run_engine(tiny_model, environment)
+    kernels = kernels_in(cache)
     assert compiled > 0 and kernels
-    compiled, second = started(other, environment)
-    assert compiled == 0 and built(cache) == kernels
+    compiled, second = run_engine(other, environment)
+    assert compiled == 0 and kernels_in(cache) == kernels
     for a, b in zip(first, second, strict=True):
         assert same(a, b)

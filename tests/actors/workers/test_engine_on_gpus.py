@@ -63,7 +63,7 @@ def test_logits_of_bfloat16_models_are_in_float32_as_the_trainers():
 
 
 def captured(sequences, **rollout):
-    """Sizes of batches, in sequences, that vLLM captures a CUDA graph for."""
+    """Return `max_num_seqs`, and the batch sizes for which vLLM captures a CUDA graph."""
     ours = EngineArgs(**arguments("cuda", in_flight=sequences, **rollout))
     largest = ours.max_cudagraph_capture_size
     config = SimpleNamespace(
@@ -84,13 +84,13 @@ def captured(sequences, **rollout):
 def test_the_largest_batch_has_a_cuda_graph(sequences):
     """vLLM makes a graph of whole decoding steps for the sizes up to `max_num_seqs` alone."""
     most, sizes = captured(sequences)
-    wanted = min(sequences, 1024)  # no engine has more at once unless the user sets so
+    wanted = min(sequences, 1024)  # no engine has more at once unless the user sets it
     assert wanted <= most < wanted + 16
     assert most in sizes or sequences <= 512  # up to there vLLM adds it itself
 
 
 @pytest.fixture
-def own_environment(monkeypatch):
+def engine_environment(monkeypatch):
     for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER"):
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
@@ -100,14 +100,14 @@ def own_environment(monkeypatch):
         del os.environ[name]
 
 
-def test_the_flashinfer_sampler_is_not_loaded(own_environment, monkeypatch):
+def test_the_flashinfer_sampler_is_not_loaded(engine_environment, monkeypatch):
     monkeypatch.setattr(topk_topp_sampler, "current_platform", Gpus())
     assert not topk_topp_sampler.flashinfer_sampler_supported()
 
 
 def test_samples_do_not_depend_on_the_flashinfer_sampler(monkeypatch):
-    """It is never called: it takes no seeds, and returns no log-probs of what it sampled from. The sampler of
-    model runner 1.
+    """It is never called: it takes no seeds, and returns no log-probs of the sampled distribution. Model
+    runner 1.
     """
     monkeypatch.setattr(topk_topp_sampler, "current_platform", Gpus())
     monkeypatch.setattr(topk_topp_sampler, "flashinfer_sampler_supported", lambda: True)
@@ -119,10 +119,8 @@ def test_an_engine_that_drafts_takes_model_runner_1_and_others_take_2():
     """They draw with other random numbers: `grpo_dist/guides/throughput.md`."""
 
     def unsupported(speculation):
-        own = SimpleNamespace(
-            distributed_executor_backend="mp", pipeline_parallel_size=1, use_ubatching=False
-        )
-        config = SimpleNamespace(parallel_config=own, speculative_config=speculation)
+        parts = {"distributed_executor_backend": "mp", "pipeline_parallel_size": 1, "use_ubatching": False}
+        config = SimpleNamespace(parallel_config=SimpleNamespace(**parts), speculative_config=speculation)
         return VllmConfig._get_v2_model_runner_unsupported_features(config)
 
     method = arguments("cuda", speculation={"tokens": 4})["speculative_config"]["method"]
@@ -131,9 +129,9 @@ def test_an_engine_that_drafts_takes_model_runner_1_and_others_take_2():
 
 
 @pytest.mark.parametrize("asked", [{"any_explicit_seed": True}, {"return_logprobs": True}])
-def test_the_sampler_of_model_runner_2_does_not_use_flashinfers_either(asked):
-    """The sampler above is that of model runner 1, which engines with drafts take; all others have this one.
-    Every request has a seed and asks for log-probs; each suffices.
+def test_the_sampler_of_model_runner_2_does_not_use_flashinfer_either(asked):
+    """The test above has the sampler of model runner 1, for engines that draft; all others have this one.
+    Every request has a seed and asks for log-probs; either suffices.
     """
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -156,8 +154,8 @@ def test_the_sampler_of_model_runner_2_does_not_use_flashinfers_either(asked):
     assert is_fused(return_logprobs=False)
 
 
-def test_vllm_serves_with_one_thread_though_we_set_those_that_load_the_weights(monkeypatch):
-    """It leaves a number alone that a user has set. Without one, Ray sets 1, with which loading is slow."""
+def test_vllm_serves_with_one_thread_although_we_set_the_threads_that_load_weights(monkeypatch):
+    """vLLM keeps a number that a user has set. Without one, Ray sets 1, and loading is slow."""
     changed = []
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
@@ -170,36 +168,36 @@ def test_vllm_serves_with_one_thread_though_we_set_those_that_load_the_weights(m
 
 
 def test_vllms_mark_for_its_own_threads_is_set_between_its_configuration_and_its_engine(monkeypatch):
-    seen, name = [], "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
+    marks, name = [], "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 
     class Arguments:
         def create_engine_config(self, _):
-            seen.append(os.environ.get(name))
+            marks.append(os.environ.get(name))
 
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(engine_thread, "device_type", lambda: "cuda")
     monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", lambda **_: Arguments())
     monkeypatch.setattr("vllm.v1.executor.Executor.get_class", lambda _: None)
     monkeypatch.setattr(
-        "vllm.v1.engine.llm_engine.LLMEngine", lambda *_, **__: seen.append(os.environ.get(name))
+        "vllm.v1.engine.llm_engine.LLMEngine", lambda *_, **__: marks.append(os.environ.get(name))
     )
     engine_thread.make_engine({})
-    assert seen == [None, "1"]
+    assert marks == [None, "1"]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_vllm_knows_every_variable_that_is_set_before_its_configuration_is_made(monkeypatch, device):
-    """It warns of others at the start of each engine; those of the CPU are of its own platform."""
+    """vLLM warns of unknown ones at the start of each engine; the CPU platform has its own variables."""
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(engine_settings, "device_type", lambda: device)
     set_environment()
-    own = {name for name in os.environ if name.startswith("VLLM_")}
-    assert own and own <= set(envs.environment_variables)
+    names = {name for name in os.environ if name.startswith("VLLM_")}
+    assert names and names <= set(envs.environment_variables)
 
 
 @pytest.mark.parametrize(("device", "stays"), [("cuda", True), ("cpu", False)])
 def test_the_size_of_the_cache_is_the_arguments(monkeypatch, device, stays):
-    """vLLM's CPU build prefers the variable that its documents tell to set."""
+    """vLLM's CPU build prefers the variable that its documentation recommends."""
     monkeypatch.setattr(os, "environ", {"VLLM_CPU_KVCACHE_SPACE": "40"})
     monkeypatch.setattr(engine_settings, "device_type", lambda: device)
     set_environment()
@@ -207,13 +205,13 @@ def test_the_size_of_the_cache_is_the_arguments(monkeypatch, device, stays):
 
 
 def fuses_all_reduce(**rollout):
-    """Return what vLLM decides where flashinfer is installed: to fuse, where nothing is set."""
+    """Return whether vLLM fuses if flashinfer is installed; by default it does."""
     passes = EngineArgs(**arguments("cuda", **rollout)).compilation_config.pass_config
     VllmConfig._set_config_default(None, passes, "fuse_allreduce_rms", True)
     return passes.fuse_allreduce_rms
 
 
-def test_a_tensor_parallel_engine_is_the_same_with_and_without_flashinfer(own_environment):
+def test_a_tensor_parallel_engine_is_the_same_with_and_without_flashinfer(engine_environment):
     assert not fuses_all_reduce(tensor_parallel_size=2) and not envs.VLLM_ALLREDUCE_USE_FLASHINFER
     assert fuses_all_reduce()  # on one GPU nothing is reduced
     assert "compilation_config" not in arguments("cpu", tensor_parallel_size=2)
@@ -233,5 +231,5 @@ print(inductor.compile_threads, os.environ.get("TORCHINDUCTOR_COMPILE_THREADS"))
 def test_importing_vllm_leaves_the_threads_that_the_policy_compiles_with():
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "7"}
     command = [sys.executable, "-c", COMPILE_THREADS]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S)
-    assert done.stdout.strip().splitlines()[-1] == "7 7", done.stderr
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S)
+    assert run.stdout.strip().splitlines()[-1] == "7 7", run.stderr

@@ -1,4 +1,4 @@
-"""What an engine is asked for by default: settings that fit model and machine."""
+"""Default arguments of an engine: settings that fit model and machine."""
 
 import asyncio
 from importlib import import_module
@@ -47,8 +47,8 @@ def test_the_caches_take_a_quarter_of_the_free_memory_at_most_and_hold_one_seque
     assert arguments(kv_cache_gib=0.5)["kv_cache_memory_bytes"] == GIB // 2
 
 
-def test_kept_code_is_that_of_one_kind_of_processor(tmp_path):
-    """A home directory may be that of several machines, and inductor's keys do not name the processor."""
+def test_compiled_code_is_kept_per_kind_of_processor(tmp_path):
+    """Several machines may share a home directory, and inductor's keys do not name the processor."""
     for name, flags in (("a", "avx2 avx512f"), ("b", "avx2"), ("c", "avx2")):
         cores = f"processor: {name}\nmodel name: X\nflags: {flags}\n" * 2
         (tmp_path / name).write_text(cores)
@@ -57,21 +57,21 @@ def test_kept_code_is_that_of_one_kind_of_processor(tmp_path):
 
 
 def test_without_a_gpu_prompts_are_prefilled_whole_in_small_blocks():
-    got = arguments(max_length=20_000)
-    assert (got["block_size"], got["enable_chunked_prefill"]) == (32, False)
-    assert got["max_num_batched_tokens"] == 20_000
+    defaults = arguments(max_length=20_000)
+    assert (defaults["block_size"], defaults["enable_chunked_prefill"]) == (32, False)
+    assert defaults["max_num_batched_tokens"] == 20_000
 
 
 @pytest.mark.parametrize(("colocated", "share"), [(False, 0.85), (True, 0.6)])
 def test_an_engine_on_shared_gpus_can_sleep(colocated, share):
-    got = arguments(device="cuda", colocated=colocated)
-    assert got["enable_sleep_mode"] is colocated and got["gpu_memory_utilization"] == share
-    assert got["weight_transfer_config"] == {"backend": WEIGHT_TRANSFER}
-    assert "block_size" not in got and "kv_cache_memory_bytes" not in got
+    defaults = arguments(device="cuda", colocated=colocated)
+    assert defaults["enable_sleep_mode"] is colocated and defaults["gpu_memory_utilization"] == share
+    assert defaults["weight_transfer_config"] == {"backend": WEIGHT_TRANSFER}
+    assert "block_size" not in defaults and "kv_cache_memory_bytes" not in defaults
     assert arguments(device="cuda", gpu_memory_utilization=0.3)["gpu_memory_utilization"] == 0.3
 
 
-def test_an_engine_is_warmed_up_with_each_way_in_which_the_run_samples(tmp_path):
+def test_an_engine_is_warmed_up_with_each_kind_of_sampling_of_the_run(tmp_path):
     greedy = {"temperature": 0.0, "top_k": 20}
     config = fakes.config(sampling={"temperature": 0.7}, evaluation=greedy, rejection={"temperature": 0.7})
     assert EngineSpec.from_config(config, tmp_path).sampling == (
@@ -81,25 +81,22 @@ def test_an_engine_is_warmed_up_with_each_way_in_which_the_run_samples(tmp_path)
 
 
 class Engine:
-    """Counts the requests that are in flight at once."""
+    """Counts the requests in flight at once."""
 
     def __init__(self):
-        self.seen, self.now, self.most = [], 0, 0
+        self.requests, self.now, self.most = [], 0, 0
 
     async def generate(self, token_ids, params):
-        self.seen.append((params.temperature, params.top_k, params.max_tokens, params.ignore_eos))
+        self.requests.append((params.temperature, params.top_k, params.max_tokens, params.ignore_eos))
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0)
         self.now -= 1
         logprobs = SimpleNamespace(logprobs=[-1.0, -1.0], start_indices=[0, 1])
         output = SimpleNamespace(
-            finish_reason="length",
-            token_ids=[5, 6],
-            logprobs=logprobs,
-            weight_versions=[],
+            finish_reason="length", token_ids=[5, 6], logprobs=logprobs, weight_versions=[],
             routed_experts=None,
-        )
+        )  # fmt: skip
         return SimpleNamespace(outputs=[output], num_cached_tokens=None)
 
 
@@ -111,7 +108,7 @@ def test_the_warm_up_decodes_the_largest_batch_on_a_gpu(monkeypatch, device, seq
     worker._spec, worker._engine = spec(in_flight=300, sampling=ways), Engine()
     asyncio.run(worker._warm_up())
     assert worker._engine.most == sequences
-    assert worker._engine.seen == [(0.7, 0, 2, True)] * sequences + [(0.5, 20, 2, True)] * sequences
+    assert worker._engine.requests == [(0.7, 0, 2, True)] * sequences + [(0.5, 20, 2, True)] * sequences
 
 
 def test_speculation_is_a_drafter_that_vllm_loads_by_its_name():
@@ -122,7 +119,7 @@ def test_speculation_is_a_drafter_that_vllm_loads_by_its_name():
     }  # fmt: skip
     limits = {drafter.MAX_SEQUENCES: 4}
     assert drafting["additional_config"] == {"own": 1} | limits
-    for wrong in (None, "x"):  # which vLLM's own check refuses, by the key
+    for wrong in (None, "x"):  # vLLM's own check refuses it, naming the key
         made = arguments(speculation=SpeculationConfig(tokens=3), engine={"additional_config": wrong})
         assert made["additional_config"] == limits
     folder, name = drafter.NAME.rsplit(".", 1)

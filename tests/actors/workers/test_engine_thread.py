@@ -69,7 +69,7 @@ class Engine:
         self.model_executor = self
         self.engine_core = SimpleNamespace(engine_core=self, shutdown=self._ended)
         self.log, self.cache_cleared, self.ended = [], 0, False
-        self.step_s = 0.0  # that a step takes
+        self.step_s = 0.0  # duration of a step
 
     def add_request(self, request_id, prompt, params):
         (tokens,) = prompt["prompt_token_ids"]
@@ -106,7 +106,7 @@ class Engine:
 
 
 class EngineAhead(Engine):
-    """Its outputs are those of the step before: what `async_scheduling` does on GPUs."""
+    """Returns the outputs of the previous step, as `async_scheduling` does on GPUs."""
 
     def step(self):
         self.batch_queue.append(super().step() if self.scheduler.has_requests() else None)
@@ -144,8 +144,8 @@ def test_a_burst_of_requests_is_decoded_together(monkeypatch):
 
 @pytest.mark.slow
 def test_a_burst_that_ends_before_the_wait_delays_no_request():
-    """As when the thread is off the processor meanwhile. `queue.SimpleQueue` waits for ever then, once in
-    some ten thousand of these.
+    """As when the thread loses the processor meanwhile. `queue.SimpleQueue` then waits forever, about once in
+    ten thousand tries.
     """
 
     async def commands():
@@ -170,7 +170,7 @@ def test_an_internal_error_of_the_engine_fails_all_pending_and_later_requests(mo
         waiting = asyncio.create_task(thread.generate([10_000_000], None))
         while not engine.log:
             await asyncio.sleep(0.001)
-        del engine.scheduler.left  # so that whether there is work cannot be said
+        del engine.scheduler.left  # so that the check for work fails
         with pytest.raises(AttributeError, match="left"):
             await waiting
         with pytest.raises(RuntimeError, match="engine has failed"):
@@ -182,16 +182,16 @@ def test_an_internal_error_of_the_engine_fails_all_pending_and_later_requests(mo
 
 
 async def stands_still(thread):
-    """Until it owes something and does nothing."""
-    seen = None
-    while seen is None or thread.work() != seen:
-        seen = thread.work()
+    """Wait until it has pending work and makes no progress."""
+    work = None
+    while work is None or thread.work() != work:
+        work = thread.work()
         await asyncio.sleep(0.05)
 
 
 class Forgetful(Engine):
     def add_request(self, request_id, prompt, params):
-        """It is lost."""
+        """Lose it."""
 
 
 def test_an_engine_with_pending_work_and_no_step_counts_as_stalled(monkeypatch):
@@ -202,7 +202,7 @@ def test_an_engine_with_pending_work_and_no_step_counts_as_stalled(monkeypatch):
         begun, end = threading.Event(), threading.Event()
         busy = asyncio.create_task(thread.call(lambda: begun.set() or end.wait(HANG_S)))
         await asyncio.to_thread(begun.wait, HANG_S)
-        assert thread.work() is None  # what it is asked to do has its own deadline
+        assert thread.work() is None  # the call has its own deadline
         end.set()
         await busy
         await thread.pause(drain=False)
@@ -255,7 +255,7 @@ def test_a_model_that_does_not_load_fails_the_start(monkeypatch):
 
     async def run():
         thread = EngineThread({})
-        with pytest.raises(OSError, match="no such file"):  # itself: what it is decides who has to fix it
+        with pytest.raises(OSError, match="no such file"):  # itself: its type decides who must fix it
             await thread.start()
         await thread.shutdown()
         with pytest.raises(RuntimeError, match="not running"):
@@ -264,21 +264,26 @@ def test_a_model_that_does_not_load_fails_the_start(monkeypatch):
     asyncio.run(run())
 
 
-async def pause_in_flight(thread, engine, *, drain):
-    """Whether what was in flight is finished by the pause: without one it takes a quarter of an hour."""
-    engine.step_s = 0.01 if not drain else 0.0
-    running = asyncio.create_task(thread.generate([2_000 if drain else 100_000], None))
-    while not engine.log:
-        await asyncio.sleep(0.001)
-    await thread.pause(drain=drain)
-    engine.step_s = 0.0
-    steps, done = len(engine.log), running.done()
-    later = asyncio.create_task(thread.generate([1], None))
-    await asyncio.sleep(0.05)
-    assert len(engine.log) == steps and not later.done() and engine.cache_cleared == 1
-    await thread.resume()
-    await asyncio.gather(running, later)
-    return done
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_pause_starts_no_request_and_finishes_those_in_flight_only_if_it_drains(monkeypatch, drain):
+    """A request that is kept would take a quarter of an hour to finish."""
+
+    async def use(thread, engine):
+        engine.step_s = 0.01 if not drain else 0.0
+        running = asyncio.create_task(thread.generate([2_000 if drain else 100_000], None))
+        while not engine.log:
+            await asyncio.sleep(0.001)
+        await thread.pause(drain=drain)
+        engine.step_s = 0.0
+        steps, done = len(engine.log), running.done()
+        later = asyncio.create_task(thread.generate([1], None))
+        await asyncio.sleep(0.05)
+        assert len(engine.log) == steps and not later.done() and engine.cache_cleared == 1
+        await thread.resume()
+        await asyncio.gather(running, later)
+        return done
+
+    assert with_engine(monkeypatch, use) == drain
 
 
 def test_a_step_that_runs_ahead_is_delivered_before_the_pause(monkeypatch):
@@ -321,14 +326,6 @@ def test_pending_requests_fail_when_the_engine_is_shut_down(monkeypatch):
     with_engine(monkeypatch, use)
 
 
-def test_a_drained_engine_finishes_its_requests_and_starts_none(monkeypatch):
-    assert with_engine(monkeypatch, lambda t, e: pause_in_flight(t, e, drain=True))
-
-
-def test_a_kept_request_pauses_and_resumes(monkeypatch):
-    assert not with_engine(monkeypatch, lambda t, e: pause_in_flight(t, e, drain=False))
-
-
 def test_a_cancelled_caller_disturbs_no_other(monkeypatch):
     async def use(thread, engine):
         gone = asyncio.create_task(thread.generate([500], None))
@@ -351,7 +348,7 @@ def test_this_vllm_has_the_nccl_functions_in_use():
 
 
 class Compiling(Engine):
-    """Its first step keeps a core busy until it is told to end, as one that compiles or waits for a GPU."""
+    """Its first step keeps a core busy until ``done``, as a step that compiles or waits for a GPU."""
 
     def __init__(self):
         super().__init__()
@@ -363,7 +360,7 @@ class Compiling(Engine):
         return super().step()
 
 
-async def seen_work(thread, engine, use):
+async def during_a_step(thread, engine, use):
     waiting = asyncio.create_task(thread.generate([1], None))
     while thread.work() is None:
         await asyncio.sleep(0.001)
@@ -379,28 +376,28 @@ def test_a_step_on_a_gpu_that_compiles_makes_progress(monkeypatch):
 
     async def use(thread, engine):
         async def changes():
-            seen, end = thread.work(), time.monotonic() + HANG_S
-            while thread.work() == seen and time.monotonic() < end:
+            first, end = thread.work(), time.monotonic() + HANG_S
+            while thread.work() == first and time.monotonic() < end:
                 await asyncio.sleep(0.01)
-            assert thread.work() > seen
+            assert thread.work() > first
 
-        await seen_work(thread, engine, changes)
+        await during_a_step(thread, engine, changes)
 
     with_engine(monkeypatch, use, Compiling)
 
 
-def test_a_step_on_a_gpu_that_only_spins_has_hung_in_the_end(monkeypatch):
+def test_a_step_on_a_gpu_that_only_spins_counts_as_hung_in_the_end(monkeypatch):
     monkeypatch.setattr(engine_thread, "device_type", lambda: "cuda")
     monkeypatch.setattr(engine_thread, "_COMPILE_S", 0.0)
 
     async def use(thread, engine):
-        await seen_work(thread, engine, lambda: stands_still(thread))
+        await during_a_step(thread, engine, lambda: stands_still(thread))
 
     with_engine(monkeypatch, use, Compiling)
 
 
 def test_worker_processes_that_compile_make_progress(monkeypatch):
-    """Those of a tensor-parallel engine, while its own thread waits for them without using a processor."""
+    """The workers of a tensor-parallel engine, while its thread waits for them and uses no processor."""
     spinning = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     spinning.start()
     try:

@@ -14,7 +14,7 @@ from tests.support.patience import HANG_S
 
 
 class FakeWorker:
-    """Answers actions at once, but those of "slow" episodes when they are asked for; "lost" raises."""
+    """Answers actions at once, in "slow" episodes only through `answer`; "lost" ones raise."""
 
     def __init__(self):
         self.calls = []
@@ -59,14 +59,14 @@ def test_episodes_of_one_moment_begin_in_one_call_before_they_act():
     assert run(session()) == [("prepare", ["e:0", "e:1"]), ["e:0"]]
 
 
-def test_an_error_of_a_call_is_that_of_all_its_actions_and_of_no_later_ones():
+def test_an_error_of_a_call_reaches_all_its_actions_and_no_later_ones():
     async def session():
         line = EnvironmentCalls(FakeWorker())
-        found = await asyncio.gather(line.act(act("e:0")), line.act(act("e:1 lost")), return_exceptions=True)
-        return found, await line.act(act("e:2"))
+        errors = await asyncio.gather(line.act(act("e:0")), line.act(act("e:1 lost")), return_exceptions=True)
+        return errors, await line.act(act("e:2"))
 
-    found, later = run(session())
-    assert [str(error) for error in found] == ["the worker is gone"] * 2
+    errors, later = run(session())
+    assert [str(error) for error in errors] == ["the worker is gone"] * 2
     assert later == Observed("e:2")
 
 
@@ -83,7 +83,7 @@ def test_an_abandoned_episode_does_not_disturb_the_others_of_its_call():
     assert run(session()) == Observed("e:1")
 
 
-def test_ends_are_collected(monkeypatch):
+def test_ends_of_episodes_are_batched(monkeypatch):
     monkeypatch.setattr(environment, "_END_S", 0.01)
 
     async def session():

@@ -1,4 +1,4 @@
-"""What the driver says of environment workers, to the user and to the engines; workers are fakes here."""
+"""What the driver reports about environment workers to the user and to the engines; workers are fakes."""
 
 import asyncio
 from types import SimpleNamespace
@@ -47,23 +47,23 @@ class FakeSpec(ActorSpec):
 
 
 @pytest.fixture
-def said(monkeypatch):
-    found = []
-    monkeypatch.setattr(environment, "say", found.append)
+def reports(monkeypatch):
+    messages = []
+    monkeypatch.setattr(environment, "say", messages.append)
     monkeypatch.setattr(team, "kill", lambda workers: None)
     monkeypatch.setattr(team, "HEALTH_S", 0.01)
-    return found
+    return messages
 
 
 def with_pool(play, restarts):
     async def session():
         pool = EnvironmentPool(EnvironmentsConfig(num_workers=2), FakeSpec(restarts=restarts))
-        told = []
-        engine = SimpleNamespace(use_environments=SimpleNamespace(remote=told.append))
+        sent = []
+        engine = SimpleNamespace(use_environments=SimpleNamespace(remote=sent.append))
         pool.engines = [SimpleNamespace(named=lambda: {"rollout-0": engine})]
         await pool.ready()
         try:
-            return await asyncio.wait_for(play(pool, told), HANG_S)
+            return await asyncio.wait_for(play(pool, sent), HANG_S)
         finally:
             pool._failing.cancel()
             await pool.team.shutdown()
@@ -71,29 +71,29 @@ def with_pool(play, restarts):
     return asyncio.run(session())
 
 
-def test_what_a_replacement_notes_is_reported_once_and_engines_get_it(said):
-    async def play(pool, told):
+def test_what_a_replacement_notes_is_reported_once_and_engines_get_it(reports):
+    async def play(pool, sent):
         for count in (1, 2):
             pool.workers[0].dead = True
-            while len(told) < count or not pool.team.is_whole:
+            while len(sent) < count or not pool.team.is_whole:
                 await asyncio.sleep(0.005)
-            assert set(told[-1].workers) == set(pool.workers)
-        return told
+            assert set(sent[-1].workers) == set(pool.workers)
+        return sent
 
-    told = with_pool(play, RestartsConfig(backoff_s=0.01))
-    assert said == ["environments: strong", "environments: weak"]
-    assert [addresses.failure for addresses in told] == ["", ""]
+    sent = with_pool(play, RestartsConfig(backoff_s=0.01))
+    assert reports == ["environments: strong", "environments: weak"]
+    assert [addresses.failure for addresses in sent] == ["", ""]
 
 
-def test_all_addresses_behind_a_failure_of_the_role_carry_it(said):
-    """Those of an engine that is replaced, too: its episodes would wait for a worker that never comes."""
+def test_all_addresses_sent_after_a_failure_of_the_role_carry_it(reports):
+    """Also for a replaced engine: its episodes would wait for a worker that never comes."""
 
-    async def play(pool, told):
+    async def play(pool, sent):
         pool.workers[0].dead = True
-        while not told:
+        while not sent:
             await asyncio.sleep(0.005)
-        return *told, pool.addresses()
+        return *sent, pool.addresses()
 
-    told = with_pool(play, RestartsConfig(max_per_worker=0))
-    assert len(told) == 2
-    assert all(addresses.failure.startswith("environment-0 is lost") for addresses in told)
+    sent = with_pool(play, RestartsConfig(max_per_worker=0))
+    assert len(sent) == 2
+    assert all(addresses.failure.startswith("environment-0 is lost") for addresses in sent)

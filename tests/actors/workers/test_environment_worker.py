@@ -35,23 +35,23 @@ def python(episode, *codes, turn=0):
 
 def with_worker(play, worker=None):
     async def session():
-        own = worker or ToyWorker(None)
-        await own.start()
+        played = worker or ToyWorker(None)
+        await played.start()
         try:
-            return await asyncio.wait_for(play(own), HANG_S)
+            return await asyncio.wait_for(play(played), HANG_S)
         finally:
-            await own.close()
+            await played.close()
 
     return asyncio.run(session())
 
 
 def line_to(worker):
-    """Return a line whose calls to ``worker`` go without Ray."""
+    """Return a line that calls ``worker`` without Ray."""
     names = ("act", "answer", "end")
     return EnvironmentCalls(SimpleNamespace(**{n: SimpleNamespace(remote=getattr(worker, n)) for n in names}))
 
 
-def test_quick_answers_come_at_once_and_slow_ones_when_they_are_there():
+def test_quick_answers_come_at_once_and_slow_ones_when_they_are_ready():
     async def play(worker):
         at_once = await worker.act([act("e:0"), act("e:1", seconds=0.5), act("e:2")])
         return at_once, await worker.answer("e:1")
@@ -65,22 +65,22 @@ def test_a_lone_action_is_answered_by_its_own_call_however_long_that_takes(monke
     monkeypatch.setattr(environment, "_AT_ONCE_S", 0.0)
 
     async def play(worker):
-        line, asked = line_to(worker), []
+        line, episodes = line_to(worker), []
 
         async def answer(episode):
-            asked.append(episode)
+            episodes.append(episode)
             return await worker.answer(episode)
 
         line._worker.answer.remote = answer
         lone = await line.act(act("e:0", seconds=0.05))
         several = await asyncio.gather(*(line.act(act(f"e:{i}", seconds=0.05)) for i in (1, 2)))
-        return [lone, *several], asked
+        return [lone, *several], episodes
 
-    answers, asked = with_worker(play)
-    assert answers == [Observed("p0:3")] * 3 and asked == ["e:1", "e:2"]
+    answers, episodes = with_worker(play)
+    assert answers == [Observed("p0:3")] * 3 and episodes == ["e:1", "e:2"]
 
 
-def test_episodes_that_end_take_what_they_wait_for_with_them():
+def test_episodes_that_end_cancel_their_pending_actions():
     async def play(worker):
         await worker.hold(True)
         assert await worker.act([act("e:0"), act("e:1"), act("f:0")]) == [None] * 3
@@ -95,13 +95,13 @@ def test_episodes_that_end_take_what_they_wait_for_with_them():
     assert late == [Observed(failed="the engine is lost")]
 
 
-def test_an_error_of_one_action_is_raised_to_its_own_episode_alone():
+def test_an_error_of_one_action_is_raised_only_to_its_episode():
     async def play(worker):
         line, task = line_to(worker), Task("calculator")
         episodes = [ActingEpisode(f"e:{i}", task, Problem("p", "1")) for i in range(3)]
         acts = [Act(episode, Action("1"), turn=i % 2) for i, episode in enumerate(episodes)]
-        found = await asyncio.gather(*map(line.act, acts), return_exceptions=True)
-        return found, worker._acting
+        results = await asyncio.gather(*map(line.act, acts), return_exceptions=True)
+        return results, worker._acting
 
     (first, unknown, third), left = with_worker(
         play, EnvironmentWorker(EnvironmentsConfig(), sandboxed=False)
@@ -128,7 +128,7 @@ class HeldSandbox:
 
 
 def test_an_end_while_answers_are_waited_for_ends_the_action_and_later_ones_are_refused(monkeypatch):
-    """Its further calls would make an interpreter that nobody ends."""
+    """Its further calls would start an interpreter that nobody ends."""
     sandbox = HeldSandbox()
     monkeypatch.setattr(runner, "PythonSandbox", lambda settings: sandbox)
     monkeypatch.setattr(environment, "_AT_ONCE_S", 1.0)  # the end comes before
@@ -159,7 +159,7 @@ def test_the_names_of_ended_episodes_are_kept_for_a_while_only(monkeypatch):
 
 
 def test_episodes_end_side_by_side_and_one_that_cannot_end_keeps_no_other_from_it():
-    """An environment has seconds to close: one after another, those of a batch would take minutes."""
+    """An environment has seconds to close: one after another, a batch of them would take minutes."""
     began, ended = [], []
 
     async def end(episode):

@@ -37,21 +37,21 @@ def gaps(model, prompt, rollout):
 
 
 def test_an_episode_is_one_row_that_marks_for_each_token_whether_it_was_sampled(world, model):
-    for own, group in zip(PROMPTS, world.run(world.sample_all(PROMPTS)), strict=True):
+    for task_prompt, group in zip(PROMPTS, world.run(world.sample_all(PROMPTS)), strict=True):
         assert [r.sample for r in group] == [0, 1, 2, 3]
         for rollout in group:
-            assert rollout.prompt_uid == own.uid and rollout.finish_reason == "stop"
-            assert len(rollout.turns) == own.task.kwargs["turns"]
-            assert gaps(model, own, rollout).max() < 1e-5
+            assert rollout.prompt_uid == task_prompt.uid and rollout.finish_reason == "stop"
+            assert len(rollout.turns) == task_prompt.task.kwargs["turns"]
+            assert gaps(model, task_prompt, rollout).max() < 1e-5
             if len(rollout.turns) == 1:
                 assert rollout.sampled is None
                 continue
-            given = ~rollout.sampled
-            assert (rollout.logprobs[given] == 0).all() and (rollout.policy_versions[given] == -1).all()
-            assert (rollout.logprobs[~given] < 0).all()
-            assert (rollout.policy_versions[~given] == 0).all()
+            context = ~rollout.sampled
+            assert (rollout.logprobs[context] == 0).all() and (rollout.policy_versions[context] == -1).all()
+            assert (rollout.logprobs[~context] < 0).all()
+            assert (rollout.policy_versions[~context] == 0).all()
             assert rollout.sampled[-1] and rollout.text == rollout.turns[-1].text
-            # Given tokens are the text of each observation, behind the action that it answers.
+            # Context tokens are the text of each observation, after the action that it answers.
             for turn, following in pairwise(rollout.turns):
                 ids = rollout.completion_ids[turn.end : following.end]
                 mask = rollout.sampled[turn.end : following.end]
@@ -70,12 +70,12 @@ def test_episodes_follow_from_their_seeds_alone(world):
 
 
 def test_a_stop_string_ends_an_action_with_the_token_that_completes_it(world):
-    """The tokens before are those of the same request without it, and so are their log-probs."""
+    """The tokens before it, and their log-probs, match the same request without the stop string."""
 
     async def session():
         engine, ids = world.rollouts.workers[0], PROMPTS[0].token_ids.tolist()
         whole, text, _ = await engine.generate.remote(ids)
-        # Random bytes are rarely characters: the first plain one behind some tokens.
+        # Random bytes are rarely characters: take the first plain one after some tokens.
         stop = next(c for i, c in enumerate(text) if i > 3 and 32 < ord(c) < 127 and c not in text[:i])
         return whole, await engine.generate.remote(ids, [stop]), stop
 
@@ -117,16 +117,16 @@ def test_what_came_before_a_turn_is_found_in_the_cache(world):
 
 
 def test_a_weight_sync_drops_the_cache_of_episodes_that_wait_for_their_tools(world, model):
-    """The turns behind it are sampled from the new weights alone: as the trainer computes them, also from the
-    tokens that old weights sampled.
+    """Later turns are sampled from the new weights only: as the trainer computes them, also after tokens that
+    old weights sampled.
     """
-    own = prompt("long", tokens=200, turns=2)
+    long_prompt = prompt("long", tokens=200, turns=2)
 
     async def session():
         old = await world.move(1)
         await world.push()
         await world.hold()
-        sampling = asyncio.create_task(world.sample(own))
+        sampling = asyncio.create_task(world.sample(long_prompt))
         await world.until_waiting(4, 1)
         await world.usage()
         new = await world.move(2)
@@ -140,40 +140,40 @@ def test_a_weight_sync_drops_the_cache_of_episodes_that_wait_for_their_tools(wor
         versions = rollout.policy_versions[rollout.sampled]
         assert set(versions.tolist()) == {world.version - 1, world.version}
         for version, weights in ((world.version - 1, old), (world.version, new)):
-            gap = gaps(with_weights(model, weights), own, rollout)
+            gap = gaps(with_weights(model, weights), long_prompt, rollout)
             assert gap[versions == version].max() < 1e-5
             assert gap[versions != version].max() > 0.01
 
 
 def test_two_syncs_in_mid_episode_leave_each_token_with_the_version_of_its_weights(world, model):
-    """Sync at any moment: some episodes sample, others wait, those of one worker over both syncs."""
+    """Sync at any moment: some episodes sample, others wait, on one worker during both syncs."""
     prompts = [prompt(f"p{i}", turns=4, seconds=0.02 * i) for i in range(4)]
 
     async def session():
         weights = {world.version + 1: await world.move(3)}
         await world.push()
-        held = world.environments.workers[1]
-        await held.hold.remote(True)
+        slow_worker = world.environments.workers[1]
+        await slow_worker.hold.remote(True)
         running = asyncio.create_task(world.sample_all(prompts, seeds=range(16)))
-        while not any((await held.running.remote()).values()):
+        while not any((await slow_worker.running.remote()).values()):
             await asyncio.sleep(0.02)
         for seed in (4, 5):
             weights[world.version + 1] = await world.move(seed)
             await world.push()
             await asyncio.sleep(0.3)
-        await held.hold.remote(False)
+        await slow_worker.hold.remote(False)
         return weights, await running
 
     weights, groups = world.run(session())
-    models = {version: with_weights(model, own) for version, own in weights.items()}
+    models = {version: with_weights(model, state) for version, state in weights.items()}
     mixed = 0
-    for own, group in zip(prompts, groups, strict=True):
+    for task_prompt, group in zip(prompts, groups, strict=True):
         mixed += sum(len(set(r.policy_versions[r.sampled].tolist())) > 1 for r in group)
         for rollout in group[:6]:
             versions = rollout.policy_versions[rollout.sampled]
             assert (np.diff(versions) >= 0).all() and set(versions.tolist()) <= set(models)
             for version in set(versions.tolist()):
-                assert gaps(models[version], own, rollout)[versions == version].max() < 1e-5
+                assert gaps(models[version], task_prompt, rollout)[versions == version].max() < 1e-5
     assert mixed, "no episode was under way; nothing was tested"
 
 
@@ -188,7 +188,7 @@ def test_a_paused_engine_waits_for_no_tool_and_its_episodes_continue(world, drai
         await engine.pause.remote(drain)  # returns, though all episodes wait
         await world.hold(False)
         await asyncio.sleep(0.3)
-        assert not sampling.done()  # their next turns wait for the engine
+        assert not sampling.done()  # the next turns wait for the engine
         await engine.resume.remote()
         return undisturbed, await sampling
 

@@ -1,4 +1,4 @@
-"""Exact speculation refuses what it would sample wrongly, by name."""
+"""Exact speculation refuses, by name, what it would sample wrongly."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,19 +26,19 @@ def verify(sampler, drafts, drawn):
 
     # The sampler below draws what it gets.
     logits = torch.tensor([[token] for tokens in drawn for token in tokens], dtype=torch.int32)
-    asked = SimpleNamespace(
-        num_draft_tokens=[len(own) for own in drafts],
-        draft_token_ids=torch.tensor([token for own in drafts for token in own]),
+    metadata_of_drafts = SimpleNamespace(
+        num_draft_tokens=[len(draft) for draft in drafts],
+        draft_token_ids=torch.tensor([token for draft in drafts for token in draft]),
     )
     settings = replace(metadata([]), output_token_ids=[[] for _ in drafts])
-    return sampler.forward(asked, None, logits, settings).sampled_token_ids.tolist()
+    return sampler.forward(metadata_of_drafts, None, logits, settings).sampled_token_ids.tolist()
 
 
 def test_what_was_verified_is_counted_once():
     """Drafts 2: one with both tokens right, one with none of 2; a request without a draft is no draft."""
     from actors.workers.exact_sampler import ExactSampler
 
-    sampler = object.__new__(ExactSampler)  # vLLM's constructor needs an engine's own sampler
+    sampler = object.__new__(ExactSampler)  # vLLM's constructor needs an engine's sampler
     object.__setattr__(
         sampler, "sampler",
         lambda logits, sampling_metadata: SimpleNamespace(sampled_token_ids=logits, logprobs_tensors=None),
@@ -52,14 +52,14 @@ def test_what_was_verified_is_counted_once():
 
 
 class Doubles:
-    """Of a plugin."""
+    """A logits processor of a plugin."""
 
     def is_argmax_invariant(self):
         return True
 
 
 def builtin():
-    """The engine's own, as it makes them for every batch."""
+    """Return the engine's built-in processors, as it makes them for every batch."""
     import torch
     from vllm.v1.sample.logits_processor.builtin import (
         LogitBiasLogitsProcessor,
@@ -86,8 +86,8 @@ def test_a_processor_that_changes_logits_is_refused_by_its_name():
             check(metadata([processor]))
 
 
-def test_the_names_are_those_of_the_engine():
-    """A renamed class or attribute would be refused in every batch, or pass unseen."""
+def test_the_names_match_the_engine():
+    """A renamed class or attribute would be refused in every batch, or pass unnoticed."""
     import inspect
 
     from vllm.v1.sample.logits_processor import builtin as engine
@@ -96,9 +96,9 @@ def test_the_names_are_those_of_the_engine():
 
     for name, attribute in _WITHOUT_SETTING.items():
         assert f"self.{attribute}" in inspect.getsource(getattr(engine, name).__init__)
-    own = {
+    kinds = {
         name
         for name, kind in vars(engine).items()
         if inspect.isclass(kind) and kind.__module__ == engine.__name__
     }
-    assert own == set(_WITHOUT_SETTING)
+    assert kinds == set(_WITHOUT_SETTING)

@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
-from actors.workers.exchange import (
-    Line,
-    SamplingActor,
-    ScoringActor,
-    StoredGroups,
-    StoredSamples,
-    submit,
-)
+from actors.workers.exchange import Line, SamplingActor, ScoringActor, StoredGroups, StoredSamples, submit
 from grpo_dist.errors import SamplesFailed, SamplesLost
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.types import Sampling
@@ -25,7 +18,7 @@ SAMPLES = made_rollouts("made", 2, np.random.default_rng(0))
 
 
 class Engine(SamplingActor):
-    """Samples "slow" prompts after a while, and gives "failed" ones up. Counts its calls."""
+    """Samples "slow" prompts after a while, and fails "failed" ones. Counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +50,7 @@ class Engine(SamplingActor):
 
 
 class Reference:
-    """Stands for a reference to an object of the store."""
+    """A fake reference to an object of the store."""
 
     def __init__(self, packed, calls):
         self._packed, self._calls = packed, calls
@@ -160,13 +153,13 @@ def test_a_caller_that_is_gone_disturbs_no_other_and_its_load_is_reported():
     assert run(session) == [(2, 1, 0), (4, 1, 0)]
 
 
-def test_a_line_that_is_closed_leaves_no_caller_waiting_for_ever():
+def test_a_closed_line_leaves_no_caller_waiting_forever():
     async def session(engine, line):
-        asked = ask(line, "slow", "slow")
+        tasks = ask(line, "slow", "slow")
         await asyncio.sleep(0.01)
         line.close()
-        await asyncio.wait(asked)
-        return [task.cancelled() for task in asked]
+        await asyncio.wait(tasks)
+        return [task.cancelled() for task in tasks]
 
     assert run(session) == [True, True]
 
@@ -208,8 +201,8 @@ def test_a_reward_worker_scores_many_groups_a_call_and_each_answers_for_itself()
         worker, prompts = Scorer(threads=2), made_prompts(3)
         handle = SimpleNamespace(submit=SimpleNamespace(remote=worker.submit))
         line = Line(lambda requests: submit(handle, requests), worker.collect)
-        asked = [asyncio.create_task(line.ask((prompt, SAMPLES, {"m": 1}))) for prompt in prompts]
-        return made_group(prompts[0], SAMPLES), await asyncio.gather(*asked, return_exceptions=True)
+        tasks = [asyncio.create_task(line.ask((prompt, SAMPLES, {"m": 1}))) for prompt in prompts]
+        return made_group(prompts[0], SAMPLES), await asyncio.gather(*tasks, return_exceptions=True)
 
     expected, (first, failed, last) = run(session)
     assert first == last == (expected.scores(), ("{'m': 1}",))

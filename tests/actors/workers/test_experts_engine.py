@@ -16,15 +16,7 @@ from grpo_dist.policy.packing import padded
 from tests.support import made_groups
 from tests.support.engines import EAGER, LIMIT, differences, trained
 from tests.support.models import EXPERT_SHAPES, expert_model
-from tests.support.real_ranks import (
-    ALGORITHM,
-    TEMPERATURE,
-    flat,
-    gradients_of,
-    on_all,
-    relative,
-    start,
-)
+from tests.support.real_ranks import ALGORITHM, TEMPERATURE, flat, gradients_of, on_all, relative, start
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
@@ -33,8 +25,8 @@ pytestmark = [pytest.mark.machine, pytest.mark.slow]
     ("kind", "engine"), [*((kind, EAGER) for kind in sorted(EXPERT_SHAPES)), ("mixtral", {})]
 )
 def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_cluster, tmp_path, kind, engine):
-    own, moved = differences(expert_model(tmp_path, kind), trained(), engine)
-    assert max(own) < LIMIT
+    gaps, moved = differences(expert_model(tmp_path, kind), trained(), engine)
+    assert max(gaps) < LIMIT
     assert min(moved) > 0.05
 
 
@@ -49,9 +41,9 @@ def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_clus
         ("mixtral", {}, {"lora": LoRAConfig(rank=4, alpha=8, sync="adapter")}),
     ],
 )
-def test_they_are_also_the_same_for_other_shapes_and_adapters(ray_cluster, tmp_path, kind, changes, settings):
-    own, moved = differences(expert_model(tmp_path, kind, **changes), trained(**settings))
-    assert max(own) < LIMIT
+def test_both_are_also_the_same_for_other_shapes_and_adapters(ray_cluster, tmp_path, kind, changes, settings):
+    gaps, moved = differences(expert_model(tmp_path, kind, **changes), trained(**settings))
+    assert max(gaps) < LIMIT
     assert min(moved) > 0.01
 
 
@@ -59,8 +51,8 @@ def test_they_are_also_the_same_for_other_shapes_and_adapters(ray_cluster, tmp_p
     ("kind", "stage"), [("mixtral", 3), *(pytest.param(k, 2, marks=pytest.mark.slow) for k in EXPERT_SHAPES)]
 )
 def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_path, kind, stage):
-    """The gradient is that of float64; what is sent, in buckets smaller than a layer's experts, is what the
-    export holds, under the names of the first checkpoint; transformers reads it back.
+    """The gradient matches float64. The sent weights, in buckets smaller than a layer's experts, equal the
+    export, under the names of the first checkpoint; transformers reads it back.
     """
     model_dir, batch = expert_model(tmp_path, kind), made_groups.batch()
     exact = AutoModelForCausalLM.from_pretrained(

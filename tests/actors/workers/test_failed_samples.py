@@ -1,4 +1,4 @@
-"""Samples that an engine gives up: the group keeps the others, as long as enough are there."""
+"""Samples that fail in an engine: the group keeps the others if enough are left."""
 
 import asyncio
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from grpo_dist.errors import SamplesFailed
 from grpo_dist.types import Prompt, Sampling
 
 PROMPT = Prompt("p", np.array([1, 2], np.int32), "1", "made")
+FAILED = {11: SamplesFailed("rollout: the engine ended a request with 'error'")}
 
 
 def sampled(failing, sampling, seeds=(10, 11, 12, 13)):
@@ -31,9 +32,8 @@ def sampled(failing, sampling, seeds=(10, 11, 12, 13)):
     return worker.finished.sequences, [(r.sample, int(r.completion_ids[0])) for r in rollouts]
 
 
-def test_the_samples_that_are_there_keep_their_numbers_and_all_count_as_finished(caplog):
-    gone = {11: SamplesFailed("rollout: the engine ended a request with 'error'")}
-    assert sampled(gone, Sampling(least=3)) == (4, [(0, 10), (2, 12), (3, 13)])
+def test_the_other_samples_keep_their_numbers_and_all_count_as_finished(caplog):
+    assert sampled(FAILED, Sampling(least=3)) == (4, [(0, 10), (2, 12), (3, 13)])
     assert [record.getMessage() for record in caplog.records if record.name == "grpo_dist"] == [
         "3 of 4 samples of p: rollout: the engine ended a request with 'error'; the group continues "
         "without the others"
@@ -41,10 +41,9 @@ def test_the_samples_that_are_there_keep_their_numbers_and_all_count_as_finished
 
 
 @pytest.mark.parametrize("least", [None, 4])
-def test_fewer_than_suffice_are_none(least):
-    gone = {11: SamplesFailed("rollout: the engine ended a request with 'error'")}
+def test_too_few_samples_fail_the_group(least):
     with pytest.raises(SamplesFailed, match="3 of 4 samples of p: rollout: the engine ended a request with"):
-        sampled(gone, Sampling(least=least))
+        sampled(FAILED, Sampling(least=least))
 
 
 def test_an_engine_that_fails_as_a_whole_is_no_failed_sample():

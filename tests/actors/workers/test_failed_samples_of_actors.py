@@ -1,6 +1,6 @@
 """Samples that fail in real actors: two engines and an environment worker, without vLLM.
 
-Ray wraps what an actor raises. The driver tells a sample that was given up from an engine that has failed.
+Ray wraps what an actor raises. The driver distinguishes a failed sample from a failed engine.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ def prompt(name, task=None):
 
 
 def seeds(uid, *samples):
-    """Return the seeds of these samples of prompt ``uid``; from number 4 on they are of further draws."""
+    """Return the seeds of these samples of prompt ``uid``; numbers from 4 on belong to later draws."""
     return [request_seed(SEED, 0, uid, i) for i in samples]
 
 
 class FailingEngine(RolloutWorker):
-    """An engine without a model. It gives up the requests, and its environment worker the actions, with
-    ``gone`` seeds; it fails as a whole at those ``broken``.
+    """An engine without a model. Its requests and the actions of its environment worker fail for ``gone``
+    seeds; ``broken`` seeds fail the whole engine.
     """
 
     async def start(self, environments=None):
@@ -71,9 +71,7 @@ class FailingEngine(RolloutWorker):
         return Generation([5, 2], np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", 0)
 
     async def _episode(self, prompt, sample, seed, sampling, length):
-        """An episode of one action, the second one of an episode that its worker does not know if it is to
-        fail.
-        """
+        """Act once; if it is to fail, with the second action of an episode unknown to its worker."""
         turn = 1 if seed in self._gone else 0
         problem = Problem(prompt.text, prompt.answer, {})
         episode = ActingEpisode(f"e:{uuid4().hex}", prompt.task, problem)
@@ -82,23 +80,24 @@ class FailingEngine(RolloutWorker):
 
 
 class World(OnALoop):
-    """Scores groups as a run does: rewards are the numbers of samples."""
+    """Scores groups as a run does: the reward of a sample is its number."""
 
     def __init__(self):
         super().__init__()
         self.run(self._start())
 
     async def _start(self):
-        own = EngineSpec(RolloutConfig(num_workers=2), WeightSyncConfig(), ModelConfig(path="m"), "m", 256, 0)
+        model, rollout = ModelConfig(path="m"), RolloutConfig(num_workers=2)
+        spec = EngineSpec(rollout, WeightSyncConfig(), model, "m", 256, 0)
         self.environments = EnvironmentPool(EnvironmentsConfig(num_workers=1), ACTORS, sandboxed=False)
-        self.rollouts = RolloutPool(own, ACTORS, environments=self.environments, worker=FailingEngine)
+        self.rollouts = RolloutPool(spec, ACTORS, environments=self.environments, worker=FailingEngine)
         await asyncio.gather(self.environments.ready(), self.rollouts.ready())
         self.teams = [self.rollouts.team, self.environments.team]
 
     async def score(self, prompt, rollouts):
-        found: tuple[Rollout, ...] = await rollouts
-        rewards = np.array([own.sample for own in found], np.float32)
-        return Group(prompt, found, rewards, {"number": rewards}, ("",) * len(found))
+        samples: tuple[Rollout, ...] = await rollouts
+        rewards = np.array([sample.sample for sample in samples], np.float32)
+        return Group(prompt, samples, rewards, {"number": rewards}, ("",) * len(samples))
 
     def groups(self, prompts, *, least=2, gone=(), broken=()):
         """Return the samples' numbers of each group, in order, and the seeds that engines generated with."""
@@ -111,13 +110,13 @@ class World(OnALoop):
             )  # fmt: skip
             await asyncio.gather(*(w.fail.remote(list(gone), list(broken)) for w in self.rollouts.workers))
             scored = await asyncio.gather(*(scorer.sample_and_grade(prompt, 0) for prompt in prompts))
-            asked = await asyncio.gather(*(w.asked.remote() for w in self.rollouts.workers))
-            return [[r.sample for r in group.rollouts] for group in scored], sorted(chain(*asked))
+            seeds_used = await asyncio.gather(*(w.asked.remote() for w in self.rollouts.workers))
+            return [[r.sample for r in group.rollouts] for group in scored], sorted(chain(*seeds_used))
 
         return self.run(sample())
 
     def is_whole(self):
-        """Whether every actor is the first of its name, and serves."""
+        """Return whether every actor serves and none was replaced."""
         return all(team.is_whole and team.restarted() == 0 for team in self.teams)
 
     def close(self):
@@ -135,20 +134,20 @@ def world(ray_cluster):
 
 def test_the_others_of_a_group_and_all_other_groups_continue(world):
     prompts = [prompt(name) for name in "abcd"]
-    found, asked = world.groups(prompts, gone=[*seeds("a", 1), *seeds("c", 0, 3)])
-    assert found == [[0, 2, 3], [0, 1, 2, 3], [1, 2], [0, 1, 2, 3]]
-    assert asked == sorted(seed for p in prompts for seed in seeds(p.uid, 0, 1, 2, 3))  # each once
+    numbers, seeds_used = world.groups(prompts, gone=[*seeds("a", 1), *seeds("c", 0, 3)])
+    assert numbers == [[0, 2, 3], [0, 1, 2, 3], [1, 2], [0, 1, 2, 3]]
+    assert seeds_used == sorted(seed for p in prompts for seed in seeds(p.uid, 0, 1, 2, 3))  # each once
     assert world.is_whole()
 
 
 def test_a_group_with_too_few_is_drawn_again_and_a_warning_of_one_line_names_it(world, caplog):
     with caplog.at_level(logging.WARNING, "grpo_dist"):
-        found, asked = world.groups([prompt("a"), prompt("b")], gone=seeds("a", 0, 1, 3))
-    assert found == [[0, 1, 2, 3]] * 2
-    assert asked == sorted(seeds("a", *range(8)) + seeds("b", *range(4)))
+        numbers, seeds_used = world.groups([prompt("a"), prompt("b")], gone=seeds("a", 0, 1, 3))
+    assert numbers == [[0, 1, 2, 3]] * 2
+    assert seeds_used == sorted(seeds("a", *range(8)) + seeds("b", *range(4)))
     assert [record.getMessage() for record in caplog.records] == [
         "1 of 4 samples of a: rollout: the engine ended a request with 'repetition', expected at least "
-        "2, half of `batch.samples_per_prompt`; the group is drawn again"
+        "2, half of `batch.samples_per_prompt`; resampling the group"
     ]
     assert world.is_whole()
 
@@ -165,11 +164,11 @@ def test_a_group_that_fails_three_times_ends_with_one_line_that_names_it(world):
 
 def test_an_action_that_raises_in_the_environment_worker_fails_its_own_sample(world, caplog):
     episodes = [prompt("a", TASK), prompt("b", TASK)]
-    found, _ = world.groups(episodes, gone=seeds("a", 2))
-    assert found == [[0, 1, 3], [0, 1, 2, 3]]
+    numbers, _ = world.groups(episodes, gone=seeds("a", 2))
+    assert numbers == [[0, 1, 3], [0, 1, 2, 3]]
     with caplog.at_level(logging.WARNING, "grpo_dist"):
-        found, _ = world.groups(episodes, least=4, gone=seeds("b", 1))
-    assert found == [[0, 1, 2, 3]] * 2
+        numbers, _ = world.groups(episodes, least=4, gone=seeds("b", 1))
+    assert numbers == [[0, 1, 2, 3]] * 2
     (record,) = caplog.records
     assert record.getMessage().startswith("3 of 4 samples of b: environment: UnknownEpisode: e:")
     assert world.is_whole()

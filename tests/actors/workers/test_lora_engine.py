@@ -1,4 +1,4 @@
-"""Adapters on their way into a real engine: whichever way they travel, it samples as the trainer computes."""
+"""Syncs of adapters or merged weights into a real engine: it samples as the trainer computes."""
 
 from dataclasses import replace
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.machine
 
 
 class MovingAdapters(PolicyWorker):
-    """A rank whose adapters can be pushed somewhere else."""
+    """A rank whose adapters can be moved."""
 
     def move(self, seed):
-        """The merged weights it then has."""
+        """Move the adapters at random; return the merged weights."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self._trainer.engine.module.parameters():
@@ -30,7 +30,7 @@ class MovingAdapters(PolicyWorker):
     def logits(self, ids):
         """Return the logits of the model with unmerged adapters, as it trains."""
         model = self._trainer.engine.module.model
-        model.set_attn_implementation("sdpa")  # rows as they stand
+        model.set_attn_implementation("sdpa")  # rows are not packed
         with torch.no_grad():
             return model(ids).logits
 
@@ -38,7 +38,7 @@ class MovingAdapters(PolicyWorker):
 @pytest.fixture(scope="module")
 def world(ray_cluster, tiny_model):
     settings = PolicyConfig(zero_stage=2, lora=LoRAConfig(rank=4, alpha=8, sync="adapter"))
-    # What is compiled is the matter of `test_engine`, and takes most of a minute.
+    # Eager: `test_engine` covers compilation, which takes most of a minute.
     world = World(tiny_model, settings, MovingAdapters, enforce_eager=True)
     yield world
     world.close()
@@ -46,7 +46,7 @@ def world(ray_cluster, tiny_model):
 
 @pytest.fixture
 def merged_sync(world):
-    """The same rank sends whole weights to the same engine."""
+    """Have the same rank send whole weights to the same engine."""
     world.sync, adapter_sync = merged(world), world.sync
     yield
     world.sync = adapter_sync
@@ -64,7 +64,7 @@ def merged(world):
 
 
 def samples_as_the_trainer(world, tiny_model, seed):
-    """Move, push, sample; returns the bytes sent."""
+    """Move, push, sample; return the bytes sent."""
     weights = world.move(seed)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     model.load_state_dict(weights, strict=False)

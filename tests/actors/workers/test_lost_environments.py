@@ -19,22 +19,22 @@ PROMPTS = [prompt("a", turns=4), prompt("bcd", turns=3)]
 @pytest.fixture(scope="module")
 def world(ray_cluster, tiny_model):
     restarts = RestartsConfig(backoff_s=0.05, hang_s=HANG_S, max_per_worker=6)
-    stopped = restarts.model_copy(update={"hang_s": 10.0})  # what is only slow answers within it
+    stopped = restarts.model_copy(update={"hang_s": 10.0})  # slow workers answer within it
     world = EpisodeWorld(tiny_model, engines=2, trains=False, restarts=restarts, of_environments=stopped)
     yield world
     world.close()
 
 
 async def replaced(team, number):
-    """Wait until ``number`` workers were found lost and all serve again. A loss may be found after the
-    samples have come, which other workers took over.
+    """Wait until ``number`` workers were replaced and all serve. A loss may be noticed after the samples have
+    arrived, since other workers took them over.
     """
-    found = team.restarted()
-    while found < number or not team.is_whole:
+    count = team.restarted()
+    while count < number or not team.is_whole:
         team.check()
         await asyncio.sleep(0.05)
-        found += team.restarted()
-    assert found == number
+        count += team.restarted()
+    assert count == number
 
 
 async def held_sampling(world):
@@ -62,8 +62,7 @@ def test_episodes_of_a_lost_worker_begin_again_and_give_the_same_samples(world, 
         undisturbed = await world.sample_all(PROMPTS)
         victim, other = world.environments.workers
         sampling = await held_sampling(world)
-        of_other = await other.running.remote()
-        assert await victim.running.remote() and of_other
+        assert await victim.running.remote() and await other.running.remote()
         process = await victim.process.remote()
         await other.hold.remote(False)
         os.kill(process, number)
@@ -80,18 +79,18 @@ def test_episodes_of_a_lost_worker_begin_again_and_give_the_same_samples(world, 
 
 
 def test_episodes_wait_for_replacements_that_come_late_when_no_worker_is_left(world):
-    """As with one worker, the default: dead ones are tried once, however long the replacement takes."""
+    """As with the default of one worker: a dead one is tried once, however long its replacement takes."""
 
     async def kill_all(sampling):
         budgets = world.environments.team._budgets
-        given = [budget._settings for budget in budgets]
+        configured = [budget._settings for budget in budgets]
         for budget in budgets:
             budget._settings = budget._settings.model_copy(update={"backoff_s": 5.0})
         for worker in list(world.environments.workers):
             os.kill(await worker.process.remote(), signal.SIGKILL)
         disturbed = await sampling
         await replaced(world.environments.team, 2)
-        for budget, settings in zip(budgets, given, strict=True):
+        for budget, settings in zip(budgets, configured, strict=True):
             budget._settings = settings
         return disturbed
 
@@ -102,7 +101,7 @@ def test_the_replacement_of_an_engine_gets_the_addresses_and_the_old_episodes_en
     async def kill_engines(sampling):
         for engine in list(world.rollouts.workers):
             os.kill(await engine.process.remote(), signal.SIGKILL)
-        while await world.running():  # of engines that are gone
+        while await world.running():  # episodes of lost engines
             await asyncio.sleep(0.05)
         await world.hold(False)
         disturbed = await sampling
@@ -138,6 +137,6 @@ def test_without_a_worker_to_replace_the_last_one_sampling_ends_with_the_reason(
         await world.environments.workers[1].hold.remote(False)
         with pytest.raises(WorkerLost, match=r"environment-0 is lost .*max_per_worker"):
             await sampling
-            await world.sample_all(PROMPTS)  # where the other worker has taken the episodes over
+            await world.sample_all(PROMPTS)  # if the other worker took the episodes over
 
     world.run(session())

@@ -1,4 +1,4 @@
-"""A worker on a node without the model's directory, as where the driver downloaded it into its own home."""
+"""A worker on a node without the model's directory, as if only the driver's node has the download."""
 
 import asyncio
 import platform
@@ -31,8 +31,8 @@ STARTS = {
     "rank": lambda _: PolicyWorker().start(None, None, None, MISSING, None),
     "engine": lambda _: asyncio.run(RolloutWorker(spec(model_dir=MISSING)).start()),
     "reference": reference,
-    "reward model": lambda there: reward_model(MISSING, str(there)),
-    "tokenizer of a reward model": lambda there: reward_model(str(there), MISSING),
+    "reward model": lambda present: reward_model(MISSING, str(present)),
+    "tokenizer of a reward model": lambda present: reward_model(str(present), MISSING),
     "tokenizer of a reward worker": lambda _: load_tokenizer(PolicyTokenizer(MISSING, False)),
 }
 
@@ -43,9 +43,9 @@ def test_the_message_names_the_directory_the_node_and_what_to_set(monkeypatch, t
     monkeypatch.delenv("GRPO_DIST_CACHE", raising=False)
     with pytest.raises(ValueError, match="does not have it") as refusal:
         start(tmp_path)
-    said = str(refusal.value)
-    assert said.startswith(f"model directory {MISSING}: node {platform.node()} ")
-    assert "HF_HOME=/home/worker/hub, GRPO_DIST_CACHE=not set" in said
+    message = str(refusal.value)
+    assert message.startswith(f"model directory {MISSING}: node {platform.node()} ")
+    assert "HF_HOME=/home/worker/hub, GRPO_DIST_CACHE=not set" in message
 
 
 def test_a_directory_that_is_there_is_no_problem(tmp_path):

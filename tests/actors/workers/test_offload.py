@@ -1,14 +1,10 @@
-"""Optimiser state and weights outside the accelerator, on real ranks: the same numbers as without."""
+"""Optimiser state and weights offloaded from the accelerator, on real ranks: the same numbers as without."""
 
 import asyncio
 
 import pytest
 
-from grpo_dist.config import (
-    LoRAConfig,
-    OffloadConfig,
-    PolicyConfig,
-)
+from grpo_dist.config import LoRAConfig, OffloadConfig, PolicyConfig
 from grpo_dist.policy.deepspeed_config import check_offload, deepspeed_config, size_buffers
 from tests.support.real_ranks import agree, two_updates
 
@@ -17,7 +13,7 @@ pytestmark = pytest.mark.machine
 
 @pytest.fixture(scope="module")
 def without(ranks_parent, tiny_model):
-    """Of all weights, and of adapters."""
+    """Return the results without offload, for all weights and for adapters."""
     with ranks_parent.in_the_place_of_ray():
         kinds = (None, LoRAConfig(rank=4))
         return [asyncio.run(two_updates(tiny_model, stage=2, lora=lora)) for lora in kinds]
@@ -33,7 +29,7 @@ CPU = {
         "offload": OffloadConfig(optimizer="cpu", parameters="cpu"),
         "lora": LoRAConfig(rank=4),
     },
-    "the user's own section": {
+    "user-supplied section": {
         "stage": 2,
         "offload": OffloadConfig(optimizer="cpu"),
         "deepspeed": {"zero_optimization": {"offload_optimizer": {"pin_memory": False}}},
@@ -77,9 +73,9 @@ def test_offload_settings_become_deepspeed_settings(tmp_path):
     assert zero["offload_param"] == {"device": "nvme", "nvme_path": "/disk"}
     size_buffers(settings, 12345)
     assert zero["offload_param"]["buffer_size"] == 12345
-    own = {"offload_param": {"buffer_size": 7}}
+    zero_section = {"offload_param": {"buffer_size": 7}}
     chosen = deepspeed_config(
-        policy.model_copy(update={"deepspeed": {"zero_optimization": own}}), bfloat16=False
+        policy.model_copy(update={"deepspeed": {"zero_optimization": zero_section}}), bfloat16=False
     )
     size_buffers(chosen, 12345)
     assert chosen["zero_optimization"]["offload_param"]["buffer_size"] == 7

@@ -1,5 +1,5 @@
-"""Ranks that give their device to others between two updates: every optimizer that DeepSpeed picks, for every
-ZeRO stage and dtype, ends up with the same weights to the last bit.
+"""Ranks that free their device between two updates: every optimizer that DeepSpeed picks, for every ZeRO
+stage and dtype, ends up with the same weights to the last bit.
 """
 
 import asyncio
@@ -20,10 +20,7 @@ KINDS = {
     "float32, ZeRO-0": ({"stage": 0}, "AdamW"),
     "bfloat16, ZeRO-1": ({"stage": 1, "dtype": "bfloat16"}, "BF16_Optimizer"),
     "bfloat16, ZeRO-3": ({"stage": 3, "dtype": "bfloat16"}, "DeepSpeedZeroOptimizer_Stage3"),
-    "bfloat16, ZeRO-2, adapters": (
-        {"stage": 2, "dtype": "bfloat16", "lora": LORA},
-        "DeepSpeedZeroOptimizer",
-    ),
+    "bfloat16, ZeRO-2, adapters": ({"stage": 2, "dtype": "bfloat16", "lora": LORA}, "DeepSpeedZeroOptimizer"),
     "float32, ZeRO-3": ({"stage": 3}, "DeepSpeedZeroOptimizer_Stage3"),
     "bfloat16, ZeRO-2, optimiser on the CPU": (
         {"stage": 2, "dtype": "bfloat16", "offload": CPU},
@@ -37,27 +34,25 @@ KINDS = {
 
 
 class MovingWorker(OpenWorker):
-    """A rank that says what it holds."""
+    """A rank that reports the memory it holds."""
 
     def optimizer(self):
         return type(self._trainer.engine.optimizer).__name__
 
     def bytes_held(self):
-        """Bytes of parameters, and of gradients and optimiser state, without files that are mapped into
-        memory.
-        """
+        """Return the bytes of parameters, and of gradients and optimiser state, without mapped files."""
         engine = self._trainer.engine
         parameters = list(engine.module.parameters())
         weights = [t for p in parameters for t in (p.data, getattr(p, "ds_tensor", p.data))]
         inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         state = [*tensors_in(vars(engine.optimizer)), *tensors_in(vars(inner))]
-        own = {t.untyped_storage()._cdata for t in weights}
+        weight_keys = {t.untyped_storage()._cdata for t in weights}
         state += [*tensors_in([b.buffer for b in getattr(engine.optimizer, "ipg_buckets", {}).values()])]
         held = [t.untyped_storage() for t in [*weights, *state] if not t.is_meta]
         sizes = {storage._cdata: storage.nbytes() for storage in held if storage.resizable()}
         return (
-            sum(size for key, size in sizes.items() if key in own),
-            sum(size for key, size in sizes.items() if key not in own),
+            sum(size for key, size in sizes.items() if key in weight_keys),
+            sum(size for key, size in sizes.items() if key not in weight_keys),
         )
 
 
@@ -92,7 +87,7 @@ async def two_updates(model_dir, *, moves, **how):
 
 
 @pytest.mark.parametrize(("how", "optimizer"), KINDS.values(), ids=KINDS)
-def test_an_update_after_a_turn_of_others_is_the_same_to_the_last_bit(
+def test_an_update_after_a_turn_of_other_roles_is_the_same_to_the_last_bit(
     forked_ranks, tiny_model, how, optimizer
 ):
     kinds, metrics, weights = asyncio.run(two_updates(tiny_model, moves=True, **how))

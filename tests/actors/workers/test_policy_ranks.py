@@ -1,9 +1,10 @@
-"""Real DeepSpeed ranks: a step's gradient is that of the whole batch, however it is split. Most are forked,
-which is quicker than Ray's actors by the seconds that each of those imports.
+"""Real DeepSpeed ranks: a step's gradient matches the whole batch, however it is split. Most are forked: each
+of Ray's actors would import for seconds.
 """
 
 import asyncio
 import math
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
-from grpo_dist.config import (
-    AdaptiveEntropyConfig,
-    AlgorithmConfig,
-    KLConfig,
-    OffloadConfig,
-)
+from grpo_dist.config import AdaptiveEntropyConfig, AlgorithmConfig, KLConfig, OffloadConfig
 from grpo_dist.health import Bound
 from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.model import TokenLogprobs
@@ -62,8 +58,22 @@ def reference(tiny_model, batch):
     return gradient_of_the_whole(tiny_model, batch)
 
 
+@asynccontextmanager
+async def running(model_dir, **how):
+    """Start ranks; shut them down at the end of the block."""
+    group = start(model_dir, **how)
+    await group.ready()
+    yield group
+    await group.shutdown()
+
+
+def same_weights(ours, theirs):
+    """Return whether both have the same weights on each rank, to the last bit."""
+    return all(torch.equal(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in a)
+
+
 def gradient_of_the_whole(tiny_model, batch, loss_of=None):
-    """Compute it at once, in float64, in this process, without DeepSpeed."""
+    """Compute the loss and gradient at once, in float64, in this process, without DeepSpeed."""
     how = {"dtype": torch.float64, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(tiny_model, **how)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
@@ -80,15 +90,13 @@ def gradient_of_the_whole(tiny_model, batch, loss_of=None):
         (2, 3, 40, {}),
         *slow_after(
             [
-                (2, 2, 40, {"shared": 2}),
-                (2, 3, 10_000, {"shared": 2}),
-                (4, 2, 40, {"shared": 2}),
+                (2, 2, 40, {"shared": 2}), (2, 3, 10_000, {"shared": 2}), (4, 2, 40, {"shared": 2}),
                 (4, 0, 10_000, {"shared": 4}),
             ],
             1,
         ),
     ],
-)
+)  # fmt: skip
 def test_gradient_is_that_of_the_whole_batch(
     forked_ranks, tiny_model, batch, reference, ranks, stage, micro_batch_tokens, how
 ):
@@ -110,7 +118,7 @@ def test_gradient_is_that_of_the_whole_batch(
         [("gemma2, capped logits", {"stage": 3}), ("granite, scaled logits", {"stage": 2, "shared": 2})], 1
     ),
 )
-def test_so_it_is_where_a_model_changes_logits_behind_its_head(forked_ranks, batch, tmp_path, name, how):
+def test_gradients_of_capped_or_scaled_logits_match_the_whole_batch(forked_ranks, batch, tmp_path, name, how):
     """Gathered weights of ZeRO-3, and ranks that share sequences."""
     model_dir = architecture(tmp_path, name)
     (gradients, metrics), _ = asyncio.run(
@@ -123,10 +131,7 @@ def test_so_it_is_where_a_model_changes_logits_behind_its_head(forked_ranks, bat
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "micro_batch_tokens", "how"),
-    [
-        (2, 2, 40, {"shared": 2}),
-        *slow_after([(2, 3, 40, {}), (1, 0, 10_000, {"packing": False})], 0),
-    ],
+    [(2, 2, 40, {"shared": 2}), *slow_after([(2, 3, 40, {}), (1, 0, 10_000, {"packing": False})], 0)],
 )
 def test_the_gradient_of_truncated_samples_is_that_of_the_softmax_over_their_masks(
     forked_ranks, tiny_model, ranks, stage, micro_batch_tokens, how
@@ -149,8 +154,7 @@ def test_the_gradient_of_truncated_samples_is_that_of_the_softmax_over_their_mas
     [
         (2, 2, 60, {}),
         *slow_after(
-            [(2, 2, 60, {"shared": 2}), (1, 0, 10_000, {}), (2, 3, 40, {}), (2, 2, 40, {"packing": False})],
-            1,
+            [(2, 2, 60, {"shared": 2}), (1, 0, 10_000, {}), (2, 3, 40, {}), (2, 2, 40, {"packing": False})], 1
         ),
     ],
 )
@@ -171,33 +175,27 @@ def test_the_gradient_of_episodes_is_that_of_the_whole_batch(
         (2, 2, 60, {"top_k": 4}),
         *slow_after(
             [
-                (1, 0, 10_000, {"packing": False, "top_k": 4}),
-                (2, 3, 40, {"top_k": 4}),
-                (2, 1, 60, {"shared": 2, "top_k": 4}),
-                (2, 1, 60, {"shared": 2}),
-                (3, 2, 60, {}),
+                (1, 0, 10_000, {"packing": False, "top_k": 4}), (2, 3, 40, {"top_k": 4}),
+                (2, 1, 60, {"shared": 2, "top_k": 4}), (2, 1, 60, {"shared": 2}), (3, 2, 60, {}),
             ],
             1,
         ),
     ],
-)
+)  # fmt: skip
 def test_the_gradient_of_rewards_teacher_and_demonstrations_is_that_of_the_whole_batch(
     forked_ranks, tiny_model, ranks, stage, micro_batch_tokens, how
 ):
     """Completions, episodes and demonstrations in one batch, each token in its streams; with a teacher of
     sampled tokens, and of ``top_k`` likeliest ones.
     """
-    how = dict(how)
+    how = how | {"ranks": ranks, "stage": stage, "micro_batch_tokens": micro_batch_tokens}
     batch, shared = made_groups.mixed_batch(top_k=how.pop("top_k", 0)), how.get("shared", 1)
 
     async def on_ranks():
-        group = start(tiny_model, ranks=ranks, stage=stage, micro_batch_tokens=micro_batch_tokens, **how)
-        await group.ready()
-        own = [s for s in shard(batch, ranks // shared) for _ in range(shared)]
-        calls = [r.gradients_with.remote(s, STREAMS) for r, s in zip(group.ranks, own, strict=True)]
-        results = await asyncio.gather(*calls)
-        await group.shutdown()
-        return results[0]
+        async with running(tiny_model, **how) as group:
+            shards = [s for s in shard(batch, ranks // shared) for _ in range(shared)]
+            calls = [r.gradients_with.remote(s, STREAMS) for r, s in zip(group.ranks, shards, strict=True)]
+            return (await asyncio.gather(*calls))[0]
 
     gradients, metrics = asyncio.run(on_ranks())
     loss, expected = gradient_of_the_whole(tiny_model, batch, STREAMS)
@@ -224,7 +222,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("shared", slow_after([(1,), (2,)], 1))
 def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, tiny_model, episodes, shared):
-    """Two ranks with rows of their own, and two that share sequences; old log-probs apart from the new."""
+    """Two ranks with separate rows, and two that share sequences; old log-probs differ from the new."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     with torch.no_grad():
         new = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
@@ -242,15 +240,12 @@ def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, t
     batch = change(episodes, policy=stream, choice={"mean_weight": 0.9, "selected": chosen})
 
     async def all_of_them():
-        group = start(tiny_model, ranks=2, stage=2, micro_batch_tokens=60, shared=shared)
-        await group.ready()
-        own = [part for part in shard(batch, 2 // shared) for _ in range(shared)]
-        found = []
-        for loss in LOSSES:
-            calls = [r.gradients_with.remote(s, loss) for r, s in zip(group.ranks, own, strict=True)]
-            found.append((await asyncio.gather(*calls))[0])
-        await group.shutdown()
-        return found
+        shards, results = [part for part in shard(batch, 2 // shared) for _ in range(shared)], []
+        async with running(tiny_model, ranks=2, stage=2, micro_batch_tokens=60, shared=shared) as group:
+            for loss in LOSSES:
+                calls = [r.gradients_with.remote(s, loss) for r, s in zip(group.ranks, shards, strict=True)]
+                results.append((await asyncio.gather(*calls))[0])
+        return results
 
     for loss_of, (gradients, metrics) in zip(LOSSES, asyncio.run(all_of_them()), strict=True):
         loss, expected = gradient_of_the_whole(tiny_model, batch, loss_of)
@@ -259,8 +254,7 @@ def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, t
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "how"),
-    slow_after([(2, 3, {}), (2, 2, {"shared": 2, "packing": True})], 1),
+    ("ranks", "stage", "how"), slow_after([(2, 3, {}), (2, 2, {"shared": 2, "packing": True})], 1)
 )
 def test_the_logprobs_and_score_norms_of_every_row_are_given_and_change_nothing(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
@@ -272,15 +266,12 @@ def test_the_logprobs_and_score_norms_of_every_row_are_given_and_change_nothing(
     one = batch.select([2])
 
     async def steps():
-        group = start(tiny_model, ranks=ranks, stage=stage, **how)
-        await group.ready()
-        await group.save(tmp_path)
-        expected = await group.update(group.stage([batch]))
-        await group.load(tmp_path)
-        found = await group.logprobs(batch), await group.logprobs(one), await group.score_norms(batch)
-        again = await group.update(group.stage([batch]))
-        await group.shutdown()
-        return found, expected, again
+        async with running(tiny_model, ranks=ranks, stage=stage, **how) as group:
+            await group.save(tmp_path)
+            expected = await group.update(group.stage([batch]))
+            await group.load(tmp_path)
+            values = await group.logprobs(batch), await group.logprobs(one), await group.score_norms(batch)
+            return values, expected, await group.update(group.stage([batch]))
 
     ((dtype, rows), (_, alone), norms), expected, again = asyncio.run(steps())
     assert dtype == "float32" and sorted(rows) == sorted(norms) == [0, 1, 2, 3] and list(alone) == [2]
@@ -290,13 +281,11 @@ def test_the_logprobs_and_score_norms_of_every_row_are_given_and_change_nothing(
     layout = padded(batch.tokens, batch.policy.mask)
     with torch.no_grad():
         values, exact = module(layout)[0], module(layout, score_norms=True)[0]
-    for row, own in norms.items():
-        assert torch.allclose(torch.from_numpy(own), exact[row][batch.policy.mask[row]].float(), atol=1e-5)
-    for row, own in (rows | {4: alone[2]}).items():
-        mine = row if row < 4 else 2
-        assert torch.allclose(
-            torch.from_numpy(own).double(), values[mine][batch.policy.mask[mine]].double(), atol=1e-5
-        )
+    for row, ours in norms.items():
+        assert torch.allclose(torch.from_numpy(ours), exact[row][batch.policy.mask[row]].float(), atol=1e-5)
+    for row, ours in (*rows.items(), (2, alone[2])):
+        theirs = values[row][batch.policy.mask[row]].double()
+        assert torch.allclose(torch.from_numpy(ours).double(), theirs, atol=1e-5)
 
 
 def test_weights_are_gathered_after_passes_that_no_backward_pass_follows(forked_ranks, tiny_model):
@@ -311,24 +300,19 @@ def test_weights_are_gathered_after_passes_that_no_backward_pass_follows(forked_
     batch = made_groups.batch(groups=2, samples=2)
 
     async def steps():
-        group = start(
-            tiny_model, ranks=2, stage=3, micro_batch_tokens=40, deepspeed={"zero_optimization": small}
-        )
-        await group.ready()
-        await group.update(group.stage([batch]))  # the order of modules is known from now on
-        before = await on_all(group, "weights")
-        await group.logprobs(batch)
-        between = await on_all(group, "weights")
-        await group.score_norms(batch)
-        after = await on_all(group, "weights")
-        await group.update(group.stage([batch]))
-        await group.shutdown()
+        how = {"micro_batch_tokens": 40, "deepspeed": {"zero_optimization": small}}
+        async with running(tiny_model, ranks=2, stage=3, **how) as group:
+            await group.update(group.stage([batch]))  # the order of modules is known from now on
+            before = await on_all(group, "weights")
+            await group.logprobs(batch)
+            between = await on_all(group, "weights")
+            await group.score_norms(batch)
+            after = await on_all(group, "weights")
+            await group.update(group.stage([batch]))
         return before, between, after
 
     before, *others = asyncio.run(steps())
-    for other in others:
-        for a, b in zip(before, other, strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in a)
+    assert all(same_weights(before, other) for other in others)
 
 
 @pytest.mark.parametrize("how", slow_after([({},), ({"offload": OffloadConfig(optimizer="cpu")},)], 1))
@@ -337,10 +321,10 @@ def test_bfloat16_gradients_of_zero1_are_added_up_and_reduced_in_float32(
 ):
     how = how | {"ranks": 2, "stage": 1, "micro_batch_tokens": 40} | BF16
     (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, batch, **how))
-    found, (_, expected) = flat(gradients), reference
-    assert (found != found.bfloat16().double()).double().mean() > 0.5
-    assert relative(found, expected) < 0.1  # the passes themselves are in bfloat16
-    assert metrics["policy/grad_norm"] == pytest.approx(float(found.norm()), rel=1e-3)
+    gradient, (_, expected) = flat(gradients), reference
+    assert (gradient != gradient.bfloat16().double()).double().mean() > 0.5
+    assert relative(gradient, expected) < 0.1  # the passes themselves are in bfloat16
+    assert metrics["policy/grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-3)
 
 
 def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
@@ -363,24 +347,18 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_m
     how = {"ranks": 2, "stage": stage, "schedule": "linear", "warmup_steps": 2, "algorithm": steered}
 
     async def uninterrupted():
-        group = start(tiny_model, **how)
-        await group.ready()
-        await group.update(group.stage([first]))
-        await group.save(tmp_path / "policy")
-        metrics = await group.update(group.stage([second]))
-        weights = (await on_all(group, "weights"))[0]
-        await group.export(tmp_path / "model", tokenizer_dir=tiny_model)
-        await group.shutdown()
+        async with running(tiny_model, **how) as group:
+            await group.update(group.stage([first]))
+            await group.save(tmp_path / "policy")
+            metrics = await group.update(group.stage([second]))
+            weights = (await on_all(group, "weights"))[0]
+            await group.export(tmp_path / "model", tokenizer_dir=tiny_model)
         return metrics, weights
 
     async def resumed():
-        group = start(tiny_model, **how)
-        await group.ready()
-        await group.load(tmp_path / "policy")
-        metrics = await group.update(group.stage([second]))
-        weights = (await on_all(group, "weights"))[0]
-        await group.shutdown()
-        return metrics, weights
+        async with running(tiny_model, **how) as group:
+            await group.load(tmp_path / "policy")
+            return await group.update(group.stage([second])), (await on_all(group, "weights"))[0]
 
     metrics, weights = asyncio.run(uninterrupted())
     again, same_weights = asyncio.run(resumed())
@@ -393,16 +371,31 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_m
     assert all(torch.equal(p.data, weights[name]) for name, p in exported.named_parameters())
 
 
-async def before_and_after(group, first, second, path):
-    """Update on ``first``, then on ``second``, and return to the state between. Returns that state's weights,
-    and the metrics and weights of the second update.
+WARMUP = {"schedule": "linear", "warmup_steps": 2}
+
+
+def check_refused(refuse, second, model_dir, path, **how):
+    """Check that update, update  ==  update, ``refuse``, update: metrics, weights, optimiser and schedule.
+    ``refuse`` gets the ranks and the metrics of the update on ``second``; it returns the metrics of refused
+    updates, and bounds for the last one. Returns both metrics.
     """
-    await group.ready()
-    await group.update(group.stage([first]))
-    await group.save(path)
-    expected = await group.update(group.stage([second])), await on_all(group, "weights")
-    await group.load(path)
-    return await on_all(group, "weights"), expected
+
+    async def steps():
+        async with running(model_dir, **how) as group:
+            await group.update(group.stage([made_groups.batch(seed=1)]))
+            await group.save(path)
+            expected = await group.update(group.stage([second])), await on_all(group, "weights")
+            await group.load(path)
+            before = await on_all(group, "weights")
+            metrics, bounds = await refuse(group, expected[0])
+            between = await on_all(group, "weights")
+            again = await group.update(group.stage([second]), bounds=bounds), await on_all(group, "weights")
+        return expected, before, metrics, between, again
+
+    expected, before, metrics, between, again = asyncio.run(steps())
+    assert again[0] == expected[0]
+    assert same_weights(between, before) and same_weights(again[1], expected[1])
+    return expected[0], metrics
 
 
 @pytest.mark.parametrize(
@@ -415,34 +408,26 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     """update, update  ==  update, one with an infinite loss on one rank, one with a gradient that is NaN on
     one, update: weights, optimiser and schedule.
     """
-    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
-    # A row of one rank. The gradient of its k3 is finite: 1 - exp(-inf).
+    second = made_groups.batch(seed=2)
+    # Row 0 is on one rank. The gradient of its k3 is finite: 1 - exp(-inf).
     reference = second.policy.ref_logprobs.clone()
     reference[0] = -torch.inf
     lost = change(second, policy={"ref_logprobs": reference})
 
-    async def steps():
-        group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
-        before, expected = await before_and_after(group, first, second, tmp_path)
+    async def refuse(group, _):
         metrics = [await group.update(group.stage([lost]))]
         await on_all(group, "spoil", ranks - 1)
         metrics.append(await group.update(group.stage([second])))
         await on_all(group, "spoil", None)
-        between = await on_all(group, "weights")
-        again = await group.update(group.stage([second])), await on_all(group, "weights")
-        await group.shutdown()
-        return expected, before, metrics, between, again
+        return metrics, ()
 
-    expected, before, metrics, between, again = asyncio.run(steps())
+    how = how | WARMUP | {"ranks": ranks, "stage": stage}
+    expected, metrics = check_refused(refuse, second, tiny_model, tmp_path, **how)
     assert [m["health/skipped_updates"] for m in metrics] == [1, 1]
     assert [m["health/bad_weights"] for m in metrics] == [0, 0]
     assert metrics[0]["loss/total"] == math.inf  # not hidden
     assert all(math.isnan(m["policy/grad_norm"]) for m in metrics)
-    assert metrics[1]["loss/total"] == expected[0]["loss/total"]
-    assert again[0] == expected[0] and again[0]["health/skipped_updates"] == 0
-    for ours, theirs in ((between, before), (again[1], expected[1])):
-        for a, b in zip(ours, theirs, strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in a)
+    assert metrics[1]["loss/total"] == expected["loss/total"] and expected["health/skipped_updates"] == 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -450,95 +435,67 @@ def test_a_finite_gradient_whose_norm_is_beyond_float32_is_skipped_at_every_stag
     forked_ranks, tiny_model, tmp_path, stage
 ):
     """DeepSpeed 0.19.8 itself clips it at stages 0 and 3 and skips it at 1 and 2, with a norm of inf, and
-    counts the step in all of them (seen by running it).
+    counts the step in all of them (observed).
     """
-    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
+    second = made_groups.batch(seed=2)
 
-    async def steps():
-        group = start(tiny_model, ranks=1, stage=stage)
-        before, expected = await before_and_after(group, first, second, tmp_path)
+    async def refuse(group, _):
         await on_all(group, "spoil", 0, 1e30)
         metrics = await group.update(group.stage([second]))
         await on_all(group, "spoil", None)
-        between = await on_all(group, "weights")
-        again = await group.update(group.stage([second])), await on_all(group, "weights")
-        await group.shutdown()
-        return expected, before, metrics, between, again
+        return metrics, ()
 
-    expected, before, metrics, between, again = asyncio.run(steps())
+    _, metrics = check_refused(refuse, second, tiny_model, tmp_path, ranks=1, stage=stage)
     assert metrics["health/skipped_updates"] == 1 and math.isnan(metrics["policy/grad_norm"])
-    assert again[0] == expected[0]
-    for ours, theirs in ((between, before), (again[1], expected[1])):
-        for a, b in zip(ours, theirs, strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "how"),
-    slow_after([(2, 3, {}), (2, 2, {}), (2, 0, {}), (1, 1, BF16)], 1),
+    ("ranks", "stage", "how"), slow_after([(2, 3, {}), (2, 2, {}), (2, 0, {}), (1, 1, BF16)], 1)
 )
 def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
 ):
     """update, update  ==  update, one beyond a bound of its KL, one beyond one of its gradient, update."""
-    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
+    second = made_groups.batch(seed=2)
 
-    async def steps():
-        group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
-        before, expected = await before_and_after(group, first, second, tmp_path)
-        kl, norm = expected[0]["ref/kl"], expected[0]["policy/grad_norm"]
-        beyond = [
-            Bound("kl_above", "ref/kl", kl / 2, above=True),
-            Bound("grad_norm_spike", "policy/grad_norm", norm / 2, above=True),
-        ]
-        within = [replace(bound, value=3 * bound.value) for bound in beyond]
+    async def refuse(group, expected):
+        limits = {"kl_above": "ref/kl", "grad_norm_spike": "policy/grad_norm"}
+        beyond = [Bound(key, metric, expected[metric] / 2, above=True) for key, metric in limits.items()]
         metrics = [await group.update(group.stage([second]), bounds=[bound]) for bound in beyond]
-        between = await on_all(group, "weights")
-        again = await group.update(group.stage([second]), bounds=within), await on_all(group, "weights")
-        await group.shutdown()
-        return expected, before, metrics, between, again
+        return metrics, [replace(bound, value=3 * bound.value) for bound in beyond]
 
-    expected, before, metrics, between, again = asyncio.run(steps())
-    for told, key in zip(metrics, ("kl_above", "grad_norm_spike"), strict=True):
-        assert told.pop("health/skipped_updates") == told.pop(f"health/refused_{key}") == 1
-        assert told | {"health/skipped_updates": 0} == expected[0]
-    assert again[0] == expected[0]
-    for ours, theirs in ((between, before), (again[1], expected[1])):
-        for a, b in zip(ours, theirs, strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in a)
+    how = how | WARMUP | {"ranks": ranks, "stage": stage}
+    expected, metrics = check_refused(refuse, second, tiny_model, tmp_path, **how)
+    for refused, key in zip(metrics, ("kl_above", "grad_norm_spike"), strict=True):
+        assert refused.pop("health/skipped_updates") == refused.pop(f"health/refused_{key}") == 1
+        assert refused | {"health/skipped_updates": 0} == expected
 
 
 def test_an_update_of_demonstrations_alone_is_made_and_counts_in_their_mean(forked_ranks, tiny_model):
     """It has no entropy that could have collapsed; the step has the metrics of both of its updates."""
-    both, shown = made_groups.mixed_batch(seed=1), made_groups.demonstrated_batch(seed=2)
+    both, demonstrated = made_groups.mixed_batch(seed=1), made_groups.demonstrated_batch(seed=2)
     bound = Bound("entropy_below", "policy/entropy", 0.01, above=False)
 
     async def steps():
-        group = start(tiny_model, ranks=1, stage=0, objective=STREAMS, lr=1e-9)
-        await group.ready()
-        alone = [await group.update(group.stage([own]), bounds=[bound]) for own in (both, shown)]
-        together = await group.update(group.stage([both, shown]), bounds=[bound])
-        await group.shutdown()
-        return alone, together
+        async with running(tiny_model, ranks=1, stage=0, objective=STREAMS, lr=1e-9) as group:
+            alone = [await group.update(group.stage([one]), bounds=[bound]) for one in (both, demonstrated)]
+            return alone, await group.update(group.stage([both, demonstrated]), bounds=[bound])
 
-    (first, second), found = asyncio.run(steps())
-    assert second["health/skipped_updates"] == found["health/skipped_updates"] == 0
+    (first, second), together = asyncio.run(steps())
+    assert second["health/skipped_updates"] == together["health/skipped_updates"] == 0
     assert not {"policy/entropy", "ref/kl", "mismatch/logprob_diff_mean"} & set(second)
     for name in ("demonstrations/nll", "loss/demonstrations", "loss/total", "policy/grad_norm"):
-        assert found[name] == pytest.approx((first[name] + second[name]) / 2, rel=1e-4)
+        assert together[name] == pytest.approx((first[name] + second[name]) / 2, rel=1e-4)
     for name in ("policy/entropy", "loss/policy", "loss/teacher"):
-        assert found[name] == pytest.approx(first[name], rel=1e-4)
+        assert together[name] == pytest.approx(first[name], rel=1e-4)
 
 
 def test_weights_that_are_not_finite_are_reported(forked_ranks, tiny_model):
     """A step so long that weights leave the range of float32."""
 
     async def step():
-        group = start(tiny_model, ranks=1, stage=3, lr=1e30, weight_decay=1e30)
-        await group.ready()
-        metrics = await group.update(group.stage([made_groups.batch()]))
-        await group.shutdown()
-        return metrics
+        async with running(tiny_model, ranks=1, stage=3, lr=1e30, weight_decay=1e30) as group:
+            return await group.update(group.stage([made_groups.batch()]))
 
     metrics = asyncio.run(step())
     assert metrics["health/bad_weights"] == 1 and metrics["health/skipped_updates"] == 0
@@ -560,15 +517,11 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
     changes, epochs = FAMILY[name]
     algorithm = AlgorithmConfig(**changes)
     batches = [made_groups.batch(seed=s, reference=algorithm.kl.coef > 0) for s in (3, 4)]
-    own = [change(b, policy={"rollout_logprobs": near_the_models(tiny_model, b)}) for b in batches]
+    batches = [change(b, policy={"rollout_logprobs": near_the_models(tiny_model, b)}) for b in batches]
 
     async def step(**how):
-        group = start(tiny_model, algorithm=algorithm, epochs=epochs, **how)
-        await group.ready()
-        metrics = await group.update(group.stage(own))
-        weights = (await on_all(group, "weights"))[0]
-        await group.shutdown()
-        return metrics, weights
+        async with running(tiny_model, algorithm=algorithm, epochs=epochs, **how) as group:
+            return await group.update(group.stage(batches)), (await on_all(group, "weights"))[0]
 
     one, weights = asyncio.run(step(ranks=1, stage=0))
     two, same = asyncio.run(step(ranks=2, stage=3, micro_batch_tokens=40))
@@ -576,7 +529,7 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
     before = flat({n: p.detach() for n, p in first.named_parameters()})
     moved, moved_too = flat(weights) - before, flat(same) - before
     assert float(moved.norm()) > 0
-    # Adam divides by the gradient's size, so that rounding shows where a gradient is all but 0.
+    # Adam divides by the size of the gradient, so rounding shows where a gradient is nearly 0.
     assert relative(moved_too, moved) < 1e-2
     assert comparable(two) == pytest.approx(comparable(one), rel=1e-3, abs=1e-5)
     if not algorithm.correction.bypasses:
@@ -585,7 +538,7 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
 
 @torch.no_grad()
 def near_the_models(model_dir, batch):
-    """What an engine a little off would have reported."""
+    """Return log-probs as from an engine with a small mismatch."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     logprobs = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
         padded(batch.tokens, batch.policy.mask)
@@ -595,29 +548,25 @@ def near_the_models(model_dir, batch):
 
 
 @pytest.mark.parametrize(
-    "how",
-    slow_after([({"ranks": 2, "stage": 3, "micro_batch_tokens": 40},), ({"ranks": 1, "stage": 0},)], 1),
+    "how", slow_after([({"ranks": 2, "stage": 3, "micro_batch_tokens": 40},), ({"ranks": 1, "stage": 0},)], 1)
 )
-def test_ranks_keep_the_values_of_each_row_from_before_the_update_where_they_are_asked_to(
+def test_ranks_keep_the_logprobs_of_each_row_from_before_the_update_on_request(
     forked_ranks, tiny_model, batch, how
 ):
     async def step():
-        group = start(tiny_model, epochs=2, **how)
-        await group.ready()
-        await group.update(group.stage([batch], keep_logprobs=True))
-        told = await group.token_logprobs()
-        await group.update(group.stage([batch]))
-        nothing = await group.token_logprobs()
-        await group.shutdown()
-        return told, nothing
+        async with running(tiny_model, epochs=2, **how) as group:
+            await group.update(group.stage([batch], keep_logprobs=True))
+            kept = await group.token_logprobs()
+            await group.update(group.stage([batch]))
+            return kept, await group.token_logprobs()
 
-    told, nothing = asyncio.run(step())
+    kept, nothing = asyncio.run(step())
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
     with torch.no_grad():
         expected = module(padded(batch.tokens, batch.policy.mask))[0]
-    assert sorted(told) == list(range(len(batch))) and nothing == {}
-    for row, values in told.items():
+    assert sorted(kept) == list(range(len(batch))) and nothing == {}
+    for row, values in kept.items():
         torch.testing.assert_close(
             torch.from_numpy(values), expected[row][batch.policy.mask[row]].float(), atol=1e-5, rtol=1e-5
         )
@@ -629,15 +578,11 @@ def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_m
     small = made_groups.batch(groups=1, samples=1, reference=False)
 
     async def step(**how):
-        group = start(tiny_model, algorithm=algorithm, epochs=2, **how)
-        await group.ready()
-        metrics = await group.update(group.stage([small, small]))
-        await group.shutdown()
-        return metrics
+        async with running(tiny_model, algorithm=algorithm, epochs=2, **how) as group:
+            return await group.update(group.stage([small, small]))
 
     one, two = asyncio.run(step(ranks=1, stage=0)), asyncio.run(step(ranks=2, stage=3))
     assert comparable(two) == pytest.approx(comparable(one), rel=1e-3, abs=1e-5)
     computed = int(small.lengths[0])
-    assert (
-        one[COMPUTED_TOKENS] == computed and two[COMPUTED_TOKENS] == computed + 2
-    )  # of a row that adds nothing
+    assert one[COMPUTED_TOKENS] == computed
+    assert two[COMPUTED_TOKENS] == computed + 2  # of a row that adds nothing

@@ -1,4 +1,4 @@
-"""A real engine whose cache is too small for its sequences: vLLM takes it back from some of them."""
+"""A real engine whose cache is too small for its sequences: vLLM preempts some of them."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.support.real_engine import ACTORS, PROMPTS, same
 
 
 class LosingWorker(RolloutWorker):
-    """An engine that counts the tokens which it has to compute again."""
+    """An engine that counts the tokens that it has to compute again."""
 
     _lost = 0
 
@@ -32,7 +32,7 @@ class LosingWorker(RolloutWorker):
 
 
 def sampled(model_dir, **engine):
-    """Return samples of all prompts from a cache of eight whole ones, and the tokens that were given up."""
+    """Return samples of all prompts with a cache for eight whole ones, and the preempted tokens."""
     settings = RolloutConfig(max_num_seqs=32, enforce_eager=True, kv_cache_gib=0.004, engine=engine)
     spec = EngineSpec(settings, WeightSyncConfig(), ModelConfig(path="tiny"), str(model_dir), 256, seed=0)
     seeds = list(range(16))
@@ -54,6 +54,6 @@ def sampled(model_dir, **engine):
 @pytest.mark.slow
 def test_cache_kept_free_for_growth_changes_no_sample_and_fewer_tokens_are_lost(ray_cluster, tiny_model):
     plain, lost = sampled(tiny_model, watermark=0.0)
-    own, less = sampled(tiny_model)
-    assert all(same(a, b) for a, b in zip(plain, own, strict=True))
+    reserved, less = sampled(tiny_model)
+    assert all(same(a, b) for a, b in zip(plain, reserved, strict=True))
     assert 0 < less < lost

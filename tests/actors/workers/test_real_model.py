@@ -30,13 +30,7 @@ QUESTIONS = ["What is 17 + 25?", "Name three primes.", "How many days has a leap
 def prompts_of(directory):
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = [np.array(PromptFormat().token_ids(question, tokenizer), np.int32) for question in QUESTIONS]
-    return [Prompt(f"p{i}", own, "1", "asked") for i, own in enumerate(ids)]
-
-
-def groups_of(prompts):
-    """Return groups of three random completions."""
-    rng = np.random.default_rng(0)
-    return [replace(made_groups.group(i, rng, samples=3), prompt=own) for i, own in enumerate(prompts)]
+    return [Prompt(f"p{i}", tokens, "1", "asked") for i, tokens in enumerate(ids)]
 
 
 def batch_of(groups):
@@ -52,34 +46,32 @@ def test_engine_and_trainer_are_the_same_model_before_and_after_an_update(ray_cl
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
-        def apart(sampled):
+        def gaps(sampled):
             pairs = zip(prompts, sampled, strict=True)
             return np.concatenate([differences_of_tokens(model, *pair) for pair in pairs])
 
         sampled = world.sample_all(prompts, max_new_tokens=16)
-        before = apart(sampled)
-        batch = batch_of([_group(*pair) for pair in zip(prompts, sampled, strict=True)])
-        held = ray.get(world.policy.ranks[0].updated.remote(batch))
-        model.load_state_dict(held, strict=False)
+        before = gaps(sampled)
+        rewards = np.arange(3, dtype=np.float32), {}, ("",) * 3
+        batch = batch_of([Group(p, tuple(r), *rewards) for p, r in zip(prompts, sampled, strict=True)])
+        weights = ray.get(world.policy.ranks[0].updated.remote(batch))
+        model.load_state_dict(weights, strict=False)
         model.tie_weights()
         world.push()
-        moved, after = apart(sampled), apart(world.sample_all(prompts, max_new_tokens=16))
+        moved, after = gaps(sampled), gaps(world.sample_all(prompts, max_new_tokens=16))
     finally:
         world.close()
-    for own in (before, after):
-        assert len(own) > 20 and own.mean() < MEAN and own.max() < MOST
+    for gap in (before, after):
+        assert len(gap) > 20 and gap.mean() < MEAN and gap.max() < MOST
     assert moved.mean() > 100 * MEAN
 
 
-def _group(prompt, rollouts):
-    return Group(prompt, tuple(rollouts), np.arange(3, dtype=np.float32), {}, ("",) * 3)
-
-
 def test_packed_rows_behind_one_system_prompt_have_the_numbers_of_rows_alone():
-    """The chat template begins every prompt with the same system prompt, which the stream has once."""
+    """The chat template puts the same system prompt before every prompt; the packed stream has it once."""
     directory = real_model()
-    prompts = prompts_of(directory)
-    batch, results = batch_of(groups_of(prompts)), []
+    prompts, rng = prompts_of(directory), np.random.default_rng(0)
+    groups = [replace(made_groups.group(i, rng, samples=3), prompt=p) for i, p in enumerate(prompts)]
+    batch, results = batch_of(groups), []
     for layout in (packed(batch, batch.wanted, block_spans), padded(batch.tokens, batch.policy.mask)):
         packing = layout.spans is not None
         how = {"dtype": torch.float32, "attention": "auto", "trust_remote_code": False}

@@ -1,4 +1,4 @@
-"""The reference as a real Ray actor: its log-probs, and how it takes on the policy."""
+"""The reference as a real Ray actor: its log-probs, and how a refresh mixes in the policy."""
 
 import asyncio
 
@@ -28,13 +28,13 @@ ROLLOUTS = tuple(
 @torch.no_grad()
 def expected(model):
     module = TokenLogprobs(model, temperature=0.7, chunk_mib=8)
-    out = []
+    values = []
     for rollout in ROLLOUTS:
         ids = torch.tensor(np.concatenate([PROMPT.token_ids, rollout.completion_ids]).astype(np.int64))[None]
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, 3:] = True
-        out.append(module(padded(ids, mask))[0][0, 3:].numpy())
-    return out
+        values.append(module(padded(ids, mask))[0][0, 3:].numpy())
+    return values
 
 
 def close(ours, theirs):
@@ -81,27 +81,27 @@ def test_a_refresh_mixes_in_the_policy_and_checkpoints_restore_it(start, tiny_mo
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert close(frozen, expected(model))
-    for share, got in ((0.25, mixed), (1 - 0.75**2, twice)):
+    for share, values in ((0.25, mixed), (1 - 0.75**2, twice)):
         for name, parameter in model.named_parameters():
             parameter.data = first[name].lerp(moved[name], share)
         model.tie_weights()
-        assert close(got, expected(model)) and not close(got, frozen)
+        assert close(values, expected(model)) and not close(values, frozen)
     assert all(np.array_equal(a.sampled, b.sampled) for a, b in zip(mixed, restored, strict=True))
 
 
 def test_likeliest_tokens_are_tokens_of_the_policy_also_where_the_teacher_has_more(tiny_model):
-    """Without Ray. Log-probs are those of the teacher's whole distribution."""
+    """Without Ray. Log-probs refer to the teacher's whole distribution."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     for vocabulary in (None, 50):
-        how = {"model": ModelConfig(path="tiny"), "model_dir": str(tiny_model), "temperature": 0.7}
-        worker = ReferenceWorker(**how, token_budget=16, vocabulary=vocabulary)
+        options = {"model": ModelConfig(path="tiny"), "model_dir": str(tiny_model), "temperature": 0.7}
+        worker = ReferenceWorker(**options, token_budget=16, vocabulary=vocabulary)
         worker.ready()
-        found = worker.logprobs(PROMPT, (ROLLOUTS, None), 4)
-        for rollout, own in zip(ROLLOUTS, found, strict=True):
+        results = worker.logprobs(PROMPT, (ROLLOUTS, None), 4)
+        for rollout, result in zip(ROLLOUTS, results, strict=True):
             ids = torch.tensor([[*PROMPT.token_ids.tolist(), *rollout.completion_ids.tolist()]])
             with torch.no_grad():
                 logp = (model(ids).logits[0, 2:-1] / 0.7).log_softmax(-1)
             best = logp[:, :vocabulary].topk(4)
-            np.testing.assert_array_equal(own.top_ids, best.indices)
-            np.testing.assert_allclose(own.top, best.values, atol=1e-5)
-    assert logp.topk(4).indices.max() >= 50, "the limit changes something here"
+            np.testing.assert_array_equal(result.top_ids, best.indices)
+            np.testing.assert_allclose(result.top, best.values, atol=1e-5)
+    assert logp.topk(4).indices.max() >= 50, "the limit of the vocabulary has no effect here"

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from grpo_dist.config import LoRAConfig
+from grpo_dist.config import LoRAConfig, OffloadConfig
 from grpo_dist.policy.saved_state import MOMENTS, WEIGHTS, SavedPolicy
 from tests.support import made_groups
 from tests.support.real_ranks import OpenWorker, on_all, start
@@ -14,55 +14,55 @@ pytestmark = [pytest.mark.machine, pytest.mark.slow]
 FIRST, SECOND = (made_groups.batch(seed=seed) for seed in (1, 2))
 
 
-class ToldWorker(OpenWorker):
+class ReportingWorker(OpenWorker):
     def saved(self, directory):
-        """What is in a checkpoint: name -> WEIGHTS, MOMENTS -> every number; and Adam's count of steps."""
+        """Return a checkpoint's numbers: name -> WEIGHTS, MOMENTS -> tensor; and Adam's count of steps."""
         trainer = self._trainer
         names = [name for name, p in trainer.engine.module.named_parameters() if p.requires_grad]
-        found = SavedPolicy(directory / "state", trainer.state.files.mapped)
-        found.open(names)
+        state = SavedPolicy(directory / "state", trainer.state.files.mapped)
+        state.open(names)
         every = (WEIGHTS, *MOMENTS)
-        return {name: {what: found.whole(name, what) for what in every} for name in names}, found.steps
+        return {name: {what: state.whole(name, what) for what in every} for name in names}, state.steps
 
     def computes_with(self, directory):
-        """Whether the weights that forwards see are those of a checkpoint, in their own precision."""
-        told, _ = self.saved(directory)
+        """Return whether forward passes see the weights of a checkpoint, in the precision of the model."""
+        numbers, _ = self.saved(directory)
         names = dict(self._trainer.engine.module.named_parameters())
         with self._trainer.weights.gathered(list(names.values())):
-            here = {name: names[name].detach().reshape(-1) for name in told}
-            return all(torch.equal(own, told[name][WEIGHTS].to(own.dtype)) for name, own in here.items())
+            weights = {name: names[name].detach().reshape(-1) for name in numbers}
+            return all(torch.equal(w, numbers[name][WEIGHTS].to(w.dtype)) for name, w in weights.items())
 
 
 def trained(model_dir, directory, *, load=None, **how):
-    """What `ToldWorker.saved` says of a state, the one after an update of FIRST or a loaded one, and of that
-    after another of SECOND.
+    """Return `ReportingWorker.saved` of the state after an update on FIRST, or of the one to ``load``, and of
+    the state after another update on SECOND.
     """
 
     async def session():
-        group = start(model_dir, worker=ToldWorker, schedule="linear", warmup_steps=2, **how)
+        group = start(model_dir, worker=ReportingWorker, schedule="linear", warmup_steps=2, **how)
         await group.ready()
         await (group.load(load) if load else group.update(group.stage([FIRST])))
         await group.save(directory / "first")
         assert all(await on_all(group, "computes_with", directory / "first"))
         await group.update(group.stage([SECOND]))
         await group.save(directory / "second")
-        told = [(await on_all(group, "saved", directory / name))[0] for name in ("first", "second")]
+        saved = [(await on_all(group, "saved", directory / name))[0] for name in ("first", "second")]
         weights = await on_all(group, "weights")
         await group.shutdown()
-        assert all(torch.equal(own[name], weights[0][name]) for own in weights for name in own)
-        return told
+        assert all(torch.equal(rank[name], weights[0][name]) for rank in weights for name in rank)
+        return saved
 
     return asyncio.run(session())
 
 
 def check_same_but_rounding(ours, theirs):
-    """Weights where Adam does not blow up rounding: it divides by the root of its second average."""
-    largest = {what: max(own[what].abs().max() for own in theirs.values()) for what in MOMENTS}
-    for name, own in theirs.items():
+    """Compare moments, and weights where Adam does not amplify rounding: it divides by its second moment."""
+    largest = {what: max(numbers[what].abs().max() for numbers in theirs.values()) for what in MOMENTS}
+    for name, ref in theirs.items():
         for moment in MOMENTS:
-            assert (ours[name][moment] - own[moment]).abs().max() < 1e-5 * largest[moment], (name, moment)
-        told = own["exp_avg_sq"] > 1e-4 * largest["exp_avg_sq"]
-        assert (ours[name][WEIGHTS] - own[WEIGHTS])[told].abs().sum() < 1e-6 * max(1, told.sum()), name
+            assert (ours[name][moment] - ref[moment]).abs().max() < 1e-5 * largest[moment], (name, moment)
+        stable = ref["exp_avg_sq"] > 1e-4 * largest["exp_avg_sq"]
+        assert (ours[name][WEIGHTS] - ref[WEIGHTS])[stable].abs().sum() < 1e-6 * max(1, stable.sum()), name
 
 
 ONE = {"ranks": 1, "stage": 0}
@@ -71,12 +71,11 @@ SHARED_SEQUENCES = [{"ranks": 3, "stage": 3}, {"ranks": 2, "stage": 2}, {"ranks"
 
 
 def with_all(chain, **how):
-    return [own | how for own in chain]
+    return [layout | how for layout in chain]
 
 
 def offloaded(*what, ranks, stage):
-    section = {f"offload_{name}": {"device": "cpu"} for name in what}
-    return {"ranks": ranks, "stage": stage, "deepspeed": {"zero_optimization": section}}
+    return {"ranks": ranks, "stage": stage, "offload": OffloadConfig(**dict.fromkeys(what, "cpu"))}
 
 
 @pytest.mark.parametrize(
@@ -86,20 +85,20 @@ def offloaded(*what, ranks, stage):
             (SHARED_SEQUENCES, True),
             (with_all(TO_ALL_STAGES, lora=LoRAConfig(rank=4)), True),
             ([TO_ALL_STAGES[2], offloaded("optimizer", ranks=1, stage=1),
-              offloaded("optimizer", "param", ranks=2, stage=3), ONE], True),
-            # Gradients in bfloat16 are others for other rows in one matrix.
+              offloaded("optimizer", "parameters", ranks=2, stage=3), ONE], True),
+            # Gradients in bfloat16 differ with the rows in one matrix.
             (with_all(TO_ALL_STAGES[1:-1], dtype="bfloat16"), False),
         ],
 )  # fmt: skip
 def test_every_number_arrives_and_training_continues(forked_ranks, tiny_model, tmp_path, chain, exact):
-    told = trained(tiny_model, tmp_path / "0", **chain[0])
-    for number, now in enumerate(chain[1:]):
-        (was, steps), (then, _) = told
-        told = trained(tiny_model, tmp_path / f"{number + 1}", load=tmp_path / f"{number}" / "first", **now)
-        (found, own_steps), (after, after_steps) = told
-        assert (own_steps, after_steps) == (steps, steps + 1) == (1, 2)
-        assert found.keys() == was.keys() and len(found) > 40
-        for name, numbers in found.items():
-            assert all(torch.equal(value, was[name][what]) for what, value in numbers.items()), (now, name)
+    saved = trained(tiny_model, tmp_path / "0", **chain[0])
+    for number, how in enumerate(chain[1:]):
+        (ref, steps), (ref_after, _) = saved
+        saved = trained(tiny_model, tmp_path / f"{number + 1}", load=tmp_path / f"{number}" / "first", **how)
+        (loaded, loaded_steps), (after, after_steps) = saved
+        assert (loaded_steps, after_steps) == (steps, steps + 1) == (1, 2)
+        assert loaded.keys() == ref.keys() and len(loaded) > 40
+        for name, numbers in loaded.items():
+            assert all(torch.equal(value, ref[name][what]) for what, value in numbers.items()), (how, name)
         if exact:
-            check_same_but_rounding(after, then)
+            check_same_but_rounding(after, ref_after)

@@ -31,12 +31,18 @@ TEXTS = ["1\n\n\\boxed{2}", "3\n\n\\boxed{2}", "1\n\n\\boxed{3}"]
 def rollouts(texts):
     tokenizer = character_tokenizer()
     end = tokenizer.convert_tokens_to_ids(END)
-    made = []
+    samples = []
     for i, text in enumerate(texts):
         ids = np.array([*tokenizer(text)["input_ids"], end], np.int32)
         zeros = np.zeros(len(ids), np.int32)
-        made.append(Rollout("p", i, ids, zeros.astype(np.float32), "stop", text, zeros))
-    return tuple(made)
+        samples.append(Rollout("p", i, ids, zeros.astype(np.float32), "stop", text, zeros))
+    return tuple(samples)
+
+
+def rewards_of(code_path, *functions):
+    """Return the configuration of reward functions, with modules in ``code_path``."""
+    sections = {"processes_per_worker": 1, "functions": list(functions), "code_paths": [str(code_path)]}
+    return RewardsConfig.model_validate(sections)
 
 
 @pytest.fixture(scope="module")
@@ -52,23 +58,16 @@ def groups(ray_cluster, tiny_model, tmp_path_factory):
             ],
             "models": [
                 {
-                    "name": "quality",
-                    "path": by_hand(directory / "o", "outcome", template=False),
-                    "weight": 0.25,
-                    "gate": "math",
+                    "name": "quality", "path": by_hand(directory / "o", "outcome", template=False),
+                    "weight": 0.25, "gate": "math",
                 },
                 {
-                    "name": "steps",
-                    "path": by_hand(directory / "p", "classifier"),
-                    "kind": "classifier",
-                    "step_mark": "",
-                    "reduce": "last",
-                    "num_workers": 2,
-                    "weight": 2.0,
+                    "name": "steps", "path": by_hand(directory / "p", "classifier"), "kind": "classifier",
+                    "step_mark": "", "reduce": "last", "num_workers": 2, "weight": 2.0,
                 },
             ],
         }
-    )
+    )  # fmt: skip
 
     async def run():
         models = [
@@ -99,14 +98,14 @@ def test_functions_and_models_combine_into_one_reward(groups):
     assert group.outcomes == ("correct", "correct", "wrong")
 
 
-def test_steps_travel_with_the_group(groups):
-    scores = [own.tolist() for own in groups[0].step_rewards]
+def test_step_rewards_arrive_with_the_group(groups):
+    scores = [steps.tolist() for steps in groups[0].step_rewards]
     assert [s[0] for s in scores] == pytest.approx([BY_HAND["1"], BY_HAND["3"], BY_HAND["1"]])
     assert [ends.tolist() for ends in groups[0].step_ends] == [[2, 6]] * 3
     assert len(groups[1].step_rewards) == 1
 
 
-def test_steps_survive_a_table(groups, tmp_path):
+def test_step_rewards_survive_a_table(groups, tmp_path):
     write_groups(tmp_path / "g.parquet", [groups[0]])
     (back,) = read_groups(tmp_path / "g.parquet", {"p": PROMPT})
     for name in ("step_rewards", "step_ends"):
@@ -118,7 +117,7 @@ def test_steps_survive_a_table(groups, tmp_path):
 
 @pytest.mark.slow
 def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_cluster, tiny_model, tmp_path):
-    """The engine's random model answers nothing right; the process model scores whatever it says."""
+    """The engine's random model solves nothing; the process model scores whatever it samples."""
     model = {"name": "steps", "path": by_hand(tmp_path, "classifier"), "kind": "classifier", "weight": 2.0}
     config = Config.model_validate(
         {
@@ -147,7 +146,7 @@ def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_clus
 
 
 class Handle:
-    """Stands for the handle of a worker in this process."""
+    """A fake handle of a worker in this process."""
 
     def __init__(self, worker):
         self.submit, self.collect = (SimpleNamespace(remote=c) for c in (worker.submit, worker.collect))
@@ -158,13 +157,7 @@ def test_the_driver_logs_once_why_samples_have_no_score(tmp_path, caplog):
     (tmp_path / "failing_rewards.py").write_text(
         "def fails(completion, answer):\n    raise OSError('no disk')\n"
     )
-    settings = RewardsConfig.model_validate(
-        {
-            "processes_per_worker": 1,
-            "functions": [{"name": "mine", "function": "failing_rewards:fails"}],
-            "code_paths": [str(tmp_path)],
-        }
-    )
+    settings = rewards_of(tmp_path, {"name": "mine", "function": "failing_rewards:fails"})
     workers = [RewardWorker(settings, max_new_tokens=24) for _ in range(2)]
     handles = [Handle(worker) for worker in workers]
     in_turn = itertools.cycle(range(2))
@@ -183,9 +176,9 @@ def test_the_driver_logs_once_why_samples_have_no_score(tmp_path, caplog):
     for worker in workers:
         worker.close()
     assert all(np.isnan(group.rewards).all() for group in groups)
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "grpo_dist"]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "grpo_dist"]
     place = f"{tmp_path}/failing_rewards.py:2 in fails"
-    assert told == f"reward mine: OSError: no disk ({place}); a sample without a score counts as not scored"
+    assert message == f"reward mine: OSError: no disk ({place}); unscored samples are excluded"
 
 
 def test_a_group_that_kills_its_workers_costs_no_other_group_its_score(ray_cluster, tmp_path, caplog):
@@ -197,13 +190,7 @@ def test_a_group_that_kills_its_workers_costs_no_other_group_its_score(ray_clust
         "        os.kill(int(worker), signal.SIGKILL)\n"
         "    return float(len(completion))\n"
     )
-    settings = RewardsConfig.model_validate(
-        {
-            "processes_per_worker": 1,
-            "functions": [{"name": "mine", "function": "deadly_rewards:length"}],
-            "code_paths": [str(tmp_path)],
-        }
-    )
+    settings = rewards_of(tmp_path, {"name": "mine", "function": "deadly_rewards:length"})
 
     async def scored():
         restarts = RestartsConfig(backoff_s=0.05, hang_s=HANG_S)
@@ -212,8 +199,8 @@ def test_a_group_that_kills_its_workers_costs_no_other_group_its_score(ray_clust
         try:
             async with asyncio.timeout(HANG_S):
                 texts = [["a"], ["bc", "poison"], ["def"], ["g"]]
-                prompts = [replace(PROMPT, uid=own[-1]) for own in texts]
-                groups = [pool.score(p, rollouts(own)) for p, own in zip(prompts, texts, strict=True)]
+                prompts = [replace(PROMPT, uid=group[-1]) for group in texts]
+                groups = [pool.score(p, rollouts(group)) for p, group in zip(prompts, texts, strict=True)]
                 return await asyncio.gather(*groups), pool.team.restarted()
         finally:
             await pool.shutdown()
@@ -222,24 +209,16 @@ def test_a_group_that_kills_its_workers_costs_no_other_group_its_score(ray_clust
         groups, restarted = asyncio.run(scored())
     np.testing.assert_array_equal(np.concatenate([g.rewards for g in groups]), [1, np.nan, np.nan, 3, 1])
     assert restarted == 2
-    told = [record.getMessage() for record in caplog.records if "workers were lost" in record.getMessage()]
-    assert len(told) == 1 and told[0].startswith("reward: 2 workers were lost over prompt poison (")
+    lost = [record.getMessage() for record in caplog.records if "workers were lost" in record.getMessage()]
+    assert len(lost) == 1 and lost[0].startswith("reward: 2 workers were lost over prompt poison (")
 
 
 def test_episodes_are_scored_with_their_turns_and_ends_and_a_failed_environment_is_reported(
     ray_cluster, tmp_path, caplog
 ):
     (tmp_path / "turn_rewards.py").write_text("def calls(turns):\n    return float(len(turns[0]['calls']))\n")
-    settings = RewardsConfig.model_validate(
-        {
-            "processes_per_worker": 1,
-            "functions": [
-                {"function": "environment"},
-                {"name": "calls", "function": "turn_rewards:calls", "weight": 0.25},
-            ],
-            "code_paths": [str(tmp_path)],
-        }
-    )
+    calls = {"name": "calls", "function": "turn_rewards:calls", "weight": 0.25}
+    settings = rewards_of(tmp_path, {"function": "environment"}, calls)
     call = ToolCall("python", "1+1", "2", "ok", 0.1)
     turn = Turn(0, 3, "so: 2", "the service is down", (call,), 1.0)
     ends = ("stop", "turns", "error")
@@ -258,12 +237,12 @@ def test_episodes_are_scored_with_their_turns_and_ends_and_a_failed_environment_
         group = asyncio.run(scored())
     np.testing.assert_array_equal(group.rewards, [1.25, 0.75, np.nan])
     assert group.rollouts[1].turns == (turn,) and group.outcomes == ("", "", "")
-    (told,) = [record.getMessage() for record in caplog.records if "service" in record.getMessage()]
-    assert told == "reward environment: the service is down; a sample without a score counts as not scored"
+    (message,) = [record.getMessage() for record in caplog.records if "service" in record.getMessage()]
+    assert message == "reward environment: the service is down; unscored samples are excluded"
 
 
 def _gone(actor):
-    """Whether no actor of that name is alive, within half a minute."""
+    """Return whether no actor of that name is alive, after a wait of at most ``HANG_S``."""
     end = time.monotonic() + HANG_S
     while time.monotonic() < end:
         try:

@@ -34,8 +34,8 @@ pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 
 def test_replayed_routes_make_engine_and_trainer_the_same_model(ray_cluster, tmp_path):
-    """With a compiled engine, prompts from its cache, and after an update with its sync. Without replay the
-    mismatch metrics show that both take other experts.
+    """With a compiled engine, cached prompts, and after an update with its sync. Without replay the mismatch
+    metrics show that both choose different experts.
     """
     settings = PolicyConfig(
         zero_stage=2, router_replay=True, optimizer=OptimizerConfig(lr=3e-3, schedule="constant")
@@ -54,13 +54,13 @@ def test_replayed_routes_make_engine_and_trainer_the_same_model(ray_cluster, tmp
         world.push()
         again = world.sample_all(LONG_PROMPTS)
         assert np.all(np.less(mismatch(world, batch_of(again)), SAME))
-        before, after = (own[0][0].routes.fetch()[:40] for own in (sampled, again))  # of the same prompt
+        before, after = (s[0][0].routes.fetch()[:40] for s in (sampled, again))  # of the same prompt
         assert np.mean(before != after) > 0.1
     finally:
         world.close()
 
 
-def test_routes_are_those_of_the_blocks_of_a_request():
+def test_routes_are_read_from_the_blocks_of_a_request():
     """A token that is not cached is not recorded, and a later one replaces what was in its slot."""
     from actors.workers.recorders import RecordedRoutes, RouteRecorder
 
@@ -73,7 +73,7 @@ def test_routes_are_those_of_the_blocks_of_a_request():
     routes = RecordedRoutes(SimpleNamespace(kv_cache_manager=blocks), recorder)
     request = SimpleNamespace(request_id="r", num_tokens=4, is_finished=lambda: False)
     assert routes.take_output(request, None)[:, 1, 0].tolist() == [1, 5, 3]
-    routes.request_finished(request)  # preempted: what it has is not returned again
+    routes.request_finished(request)  # preempted: routes are not returned twice
     assert routes.take_output(request, None) is None
     request.num_tokens = 6
     assert routes.take_output(request, None)[:, 1, 0].tolist() == [4, 299]
@@ -83,7 +83,7 @@ def test_routes_are_those_of_the_blocks_of_a_request():
 
 
 def test_which_engines_record_routes():
-    """vLLM's own recorder on GPUs, ours elsewhere; dense models and other processes are refused."""
+    """vLLM's recorder on GPUs, ours elsewhere; dense models and other processes are refused."""
 
     def arguments(kind="qwen3_moe", device="cpu", **rollout):
         model = SimpleNamespace(
@@ -91,15 +91,8 @@ def test_which_engines_record_routes():
             num_experts=4 if kind != "qwen2" else None,
         )  # fmt: skip
         model.get_text_config = lambda: model
-        spec = EngineSpec(
-            RolloutConfig(**rollout),
-            WeightSyncConfig(),
-            ModelConfig(path="m"),
-            "m",
-            64,
-            0,
-            router_replay=True,
-        )
+        sections = RolloutConfig(**rollout), WeightSyncConfig(), ModelConfig(path="m")
+        spec = EngineSpec(*sections, "m", 64, 0, router_replay=True)
         made = engine_arguments(spec, model, device=device, free_memory=2**30)
         return made.get("worker_cls"), made.get("enable_return_routed_experts")
 
@@ -113,8 +106,8 @@ def test_which_engines_record_routes():
         arguments(tensor_parallel_size=2)
 
 
-def test_an_engine_of_evaluation_records_routes_and_keeps_those_of_the_probe_alone(monkeypatch):
-    """The policy replays the probe's; the samples of an evaluation would fill the object store."""
+def test_an_evaluation_engine_records_routes_and_keeps_only_the_routes_of_the_probe(monkeypatch):
+    """The policy replays the probe's routes; routes of evaluation samples would fill the object store."""
     values, versions = np.zeros(2, np.float32), np.zeros(2, np.int32)
     routes = HeldRoutes(np.zeros((41, 2, 1), np.uint8))
 
@@ -128,9 +121,9 @@ def test_an_engine_of_evaluation_records_routes_and_keeps_those_of_the_probe_alo
         (probed,), (sampled,) = asyncio.run(worker.probe(*request)), asyncio.run(worker.sample(*request))
         return probed.routes, sampled.routes
 
-    monkeypatch.setattr(rollout_module, "stored", lambda own: own)
-    own = RolloutConfig(), WeightSyncConfig(), ModelConfig(path="m")
-    spec = EngineSpec(*own, "m", 64, 0, router_replay=True)
+    monkeypatch.setattr(rollout_module, "stored", lambda sample: sample)
+    sections = RolloutConfig(), WeightSyncConfig(), ModelConfig(path="m")
+    spec = EngineSpec(*sections, "m", 64, 0, router_replay=True)
     assert spec.make_evaluation_spec(EvaluationConfig(num_workers=1)).router_replay
     assert routes_of(spec) == (routes, routes)
     assert routes_of(spec.make_evaluation_spec(EvaluationConfig(num_workers=1))) == (routes, None)
@@ -141,22 +134,22 @@ def test_a_sample_without_routes_has_them_in_no_row():
     ids = np.zeros(2, np.int32)
     row = FurtherRow(ids, ids, ids.astype(np.float32), ids, routes=routes)
     bare = replace(rollout, routes=routes, further_rows=(row,)).without_routes()
-    assert [own.routes for own in bare.rows] == [None, None]
+    assert [row.routes for row in bare.rows] == [None, None]
 
 
 def test_routes_that_are_lost_are_an_error_that_sends_the_run_to_its_checkpoint(ray_cluster, monkeypatch):
     """SamplesLost, on a rank and on the driver: see `Cluster.failures_as_state_lost`."""
     routes = HeldRoutes(np.arange(6, dtype=np.uint8).reshape(3, 2, 1))
     rollout = replace(group_of([1.0], [2]).rollouts[0], routes=routes)
-    held = stored(rollout).routes
-    assert held.fetch().shape == (3, 2, 1)
-    assert held.digest(2) == rollout.routes.digest(2) == held.digests[2]  # of 3 + 1 - 2 tokens
-    assert held.digest(1) == rollout.routes.digest(1) != held.digest(2)
+    handle = stored(rollout).routes
+    assert handle.fetch().shape == (3, 2, 1)
+    assert handle.digest(2) == rollout.routes.digest(2) == handle.digests[2]  # of 3 + 1 - 2 tokens
+    assert handle.digest(1) == rollout.routes.digest(1) != handle.digest(2)
 
     def no_answer(reference, *, timeout):
         raise GetTimeoutError(f"not within {timeout:g} s")
 
     monkeypatch.setattr(ray, "get", no_answer)
-    assert held.digest(2) and held.digest(0) == b""  # planning fetches nothing
+    assert handle.digest(2) and handle.digest(0) == b""  # planning fetches nothing
     with pytest.raises(SamplesLost, match="the routes of a sample are lost: not within 120 s"):
-        held.fetch()
+        handle.fetch()

@@ -46,15 +46,15 @@ class Scheduler:
         return True
 
     def step(self):
-        """Admit all that wait. Returns, for each, its blocks from the cache and how many tokens they hold."""
+        """Admit all waiting requests; return the cached blocks of each, and how many tokens they hold."""
         admitted, self.waiting = self.waiting, []
-        found = [self.kv_cache_manager.get_computed_blocks(own)[:2] for own in admitted]
-        for own in admitted:
-            self.tables[own.request_id] = [(own.request_id, i) for i in range(2)]
-            own.num_computed_tokens = own.num_prompt_tokens
+        cached = [self.kv_cache_manager.get_computed_blocks(request)[:2] for request in admitted]
+        for request in admitted:
+            self.tables[request.request_id] = [(request.request_id, i) for i in range(2)]
+            request.num_computed_tokens = request.num_prompt_tokens
         self.full = 1
         self.admitted = admitted
-        return [(blocks.blocks[0], count) for blocks, count in found]
+        return [(blocks.blocks[0], count) for blocks, count in cached]
 
 
 def started(names="abc", prompt=PROMPT):
@@ -73,27 +73,27 @@ def test_the_first_sample_goes_ahead_and_the_others_begin_with_its_last_block():
     assert scheduler.step() == [([("full", 0), ("a", 1)], 38)] * 2
     tails.release(())
     tails.add("d", PROMPT, lambda: scheduler.add("d"))
-    assert scheduler.step() == [([("full", 0), ("a", 1)], 38)], "it came later and waits for nobody"
+    assert scheduler.step() == [([("full", 0), ("a", 1)], 38)], "a later sample waits for no other"
 
 
-def test_another_sample_serves_where_the_first_has_ended_or_lost_its_cache():
+def test_another_sample_shares_its_blocks_if_the_first_has_ended_or_lost_its_cache():
     scheduler, tails = started("ab")
     scheduler.step()
     (first,) = scheduler.admitted
     tails.release(())
     scheduler.step()
-    first.num_computed_tokens = 0  # preempted: its blocks belong to others
+    first.num_computed_tokens = 0  # preempted: others have its blocks
     del scheduler.tables["a"]
     scheduler.add("c")
     assert scheduler.step() == [([("full", 0), ("b", 1)], 38)]
 
 
-def test_held_samples_are_given_up_with_the_others_and_a_refused_one_holds_nobody():
+def test_held_samples_are_abandoned_with_the_others_and_a_refused_one_holds_no_other():
     scheduler, tails = started()
     assert tails.abandon() == ["b", "c"]
     tails.add("x", PROMPT, lambda: False)
     tails.add("y", PROMPT, lambda: scheduler.add("y"))
-    assert [own.request_id for own in scheduler.waiting] == ["a", "y"]
+    assert [request.request_id for request in scheduler.waiting] == ["a", "y"]
 
 
 class CountingWorker(RolloutWorker):
@@ -110,9 +110,9 @@ class CountingWorker(RolloutWorker):
         schedule = scheduler.schedule
 
         def counted(*arguments, **options):
-            made = schedule(*arguments, **options)
-            self.computed += made.total_num_scheduled_tokens
-            return made
+            output = schedule(*arguments, **options)
+            self.computed += output.total_num_scheduled_tokens
+            return output
 
         scheduler.schedule = counted
 
@@ -121,7 +121,7 @@ class CountingWorker(RolloutWorker):
 
 
 class PlainWorker(CountingWorker):
-    """Every sample computes the end of its prompt."""
+    """Computes the end of the prompt for every sample."""
 
     shares = False
 
@@ -140,8 +140,8 @@ def sampled(model_dir, worker):
 
     async def together():
         sampling = Sampling(max_new_tokens=20, lengths=[6 + seed for seed in SEEDS])
-        asked = [await rollouts.sample(p, seeds=SEEDS, sampling=sampling) for p in PROMPTS]
-        return await asyncio.gather(*asked)
+        groups = [await rollouts.sample(p, seeds=SEEDS, sampling=sampling) for p in PROMPTS]
+        return await asyncio.gather(*groups)
 
     try:
         return world.run(together()), ray.get(rollouts.workers[0].tokens.remote())
@@ -152,11 +152,11 @@ def sampled(model_dir, worker):
 
 @pytest.mark.machine
 @pytest.mark.slow
-def test_samples_that_share_the_end_of_a_prompt_are_bit_by_bit_those_that_computed_it(
+def test_samples_that_share_the_end_of_a_prompt_equal_samples_that_compute_it_to_the_bit(
     ray_cluster, tiny_model
 ):
     plain, every = sampled(tiny_model, PlainWorker)
-    own, fewer = sampled(tiny_model, CountingWorker)
-    assert all(same(a, b) for a, b in zip(plain, own, strict=True))
+    shared, fewer = sampled(tiny_model, CountingWorker)
+    assert all(same(a, b) for a, b in zip(plain, shared, strict=True))
     saved = [(len(p.token_ids) - 1) % 32 * (len(SEEDS) - 1) for p in PROMPTS]
     assert every - fewer == sum(saved)

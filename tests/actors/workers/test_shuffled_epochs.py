@@ -1,4 +1,4 @@
-"""Real ranks: the updates of later epochs, dealt again, are the same on one rank and on two."""
+"""Real ranks: the reshuffled updates of later epochs are the same on one rank and on two."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from tests.support.real_ranks import comparable, flat, on_all, relative, start
 
 pytestmark = pytest.mark.slow
 
-# Of the distance moved. Adam divides by the size of a gradient, so that rounding shows where it is all but 0.
+# Share of the distance moved. Adam divides by the size of a gradient, so rounding shows where it is nearly 0.
 SAME = 1e-2
 
 HOW = {
@@ -27,7 +27,7 @@ HOW = {
 
 @pytest.mark.parametrize("name", HOW)
 def test_two_ranks_train_on_the_updates_of_one_in_every_epoch(forked_ranks, tiny_model, name):
-    """Three epochs of two updates; what depends on all tokens of an update is that of the dealt ones."""
+    """Three epochs of two updates; values that depend on a whole update come from the reshuffled one."""
     batch = made_groups.batch(groups=4, samples=3, reference=False)
     noise = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1))
     engine = torch.where(batch.policy.mask, -6 + 0.1 * noise, 0.0)

@@ -1,4 +1,4 @@
-"""What a rollout worker does around the sleep of an engine on GPUs, without one."""
+"""Actions of a rollout worker around the sleep of an engine on GPUs; the engine is a fake."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.support.engine_arguments import spec
 
 
 class SleepingEngine:
-    """Notes what it is asked for."""
+    """Records its calls."""
 
     def __init__(self, log):
         self.log = log
@@ -27,7 +27,7 @@ class SleepingEngine:
 
 
 def log_of(monkeypatch, device, *calls):
-    """Return what the engine is asked for, and when the cache of pinned memory is emptied."""
+    """Return the calls to the engine, and when the cache of pinned memory is emptied."""
     log = []
     monkeypatch.setattr(rollout, "device_type", lambda: device)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: log.append("empty"))
@@ -50,6 +50,6 @@ def test_pinned_memory_of_kept_weights_is_given_back_once_they_are_awake(monkeyp
 
 
 @pytest.mark.parametrize(("tags", "empties"), [(["kv_cache"], 0), (["weights"], 1), (None, 1)])
-def test_it_is_given_back_with_the_weights_alone(monkeypatch, tags, empties):
+def test_pinned_memory_is_given_back_only_with_the_weights(monkeypatch, tags, empties):
     assert log_of(monkeypatch, "cuda", ("sleep", True), ("wake_up", tags)).count("empty") == empties
     assert "empty" not in log_of(monkeypatch, "cpu", ("sleep", True), ("wake_up", tags))

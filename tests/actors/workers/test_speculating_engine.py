@@ -1,4 +1,4 @@
-"""A real engine that drafts returns the samples of one that does not: the same tokens and log-probs."""
+"""A real engine that drafts returns the same tokens and log-probs as one that does not."""
 
 import pytest
 
@@ -13,7 +13,7 @@ OTHER_SEEDS = (3, 4, 5)  # one of them in SEEDS
 
 @pytest.fixture(scope="module")
 def expected(ray_cluster, tiny_model):
-    """Samples of an engine without drafts, by way and seeds."""
+    """Return the samples of an engine without drafts, by way and seeds."""
     return sampled_without_drafts(tiny_model, SEEDS, OTHER_SEEDS)
 
 
@@ -25,15 +25,15 @@ def drafting(expected, tiny_model):  # after the engine without drafts, which ha
 
 
 def test_drafts_of_a_warm_up_do_not_count(drafting):
-    """It holds after other tests, too: each reads the counts last."""
+    """Also after other tests: each reads the counts last."""
     assert drafting.counts() == (0, 0, 0)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_samples_are_those_without_drafts_to_the_last_bit(drafting, expected, way):
+def test_samples_with_and_without_drafts_agree_to_the_last_bit(drafting, expected, way):
     drafting.counts()
-    # The second time every text is known, so nearly every draft is right. Then seeds that were drawn before,
-    # next to new ones: right and wrong drafts in one step of the engine.
+    # The second time every text is in the history, so nearly every draft is right. Then known seeds next to
+    # new ones: right and wrong drafts in one step of the engine.
     for seeds in (SEEDS, SEEDS, OTHER_SEEDS):
         for group, without in zip(drafting.sample(seeds, **WAYS[way]), expected[way, seeds], strict=True):
             assert same(group, without)

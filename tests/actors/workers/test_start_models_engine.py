@@ -1,4 +1,4 @@
-"""Engine and trainer compute the same model where a run starts from parts: inside a wrapper, or adapted."""
+"""Engine and trainer compute the same model for start models inside a wrapper, or with an adapter."""
 
 import pytest
 
@@ -20,16 +20,16 @@ def cache(tmp_path, monkeypatch):
 def test_the_text_model_inside_a_wrapper(ray_cluster, tmp_path):
     wrapper(tmp_path / "gemma3", "gemma3")
     text_dir = usable_model(tmp_path / "gemma3", "model.path = gemma3", print)
-    own, moved = differences(text_dir, trained(), EAGER)
-    assert max(own) < LIMIT
+    gaps, moved = differences(text_dir, trained(), EAGER)
+    assert max(gaps) < LIMIT
     assert min(moved) > 0.05
 
 
 def test_a_model_whose_checkpoint_has_buffers(ray_cluster, tmp_path):
-    """A reload of a router without its bias would leave the engine any bias."""
+    """Reloading a router without its bias would leave an arbitrary bias in the engine."""
     biased_experts(tmp_path / "glm")
-    own, moved = differences(tmp_path / "glm", trained(), EAGER)
-    assert max(own) < LIMIT
+    gaps, moved = differences(tmp_path / "glm", trained(), EAGER)
+    assert max(gaps) < LIMIT
     assert min(moved) > 0.05
 
 

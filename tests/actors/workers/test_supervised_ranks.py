@@ -1,5 +1,5 @@
-"""Supervised training on real DeepSpeed ranks: the loss and gradient of a step are those of the whole batch
-in float64, however it is split, and so is the validation loss.
+"""Supervised training on real DeepSpeed ranks: loss and gradient of a step match the whole batch in float64,
+however it is split, and so does the validation loss.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ pytestmark = pytest.mark.machine
 
 @pytest.fixture(scope="module")
 def demonstrations():
-    """Every third has given tokens within its completion, such as the output of a tool."""
+    """Return 11; every third has tokens in its completion that are not learned, such as tool output."""
     rng = np.random.default_rng(0)
-    made = []
+    rows = []
     for i in range(11):
         prompt, completion = (rng.integers(11, 108, int(rng.integers(*r))) for r in ((3, 9), (1, 12)))
         sampled = np.arange(len(completion)) % 4 != 1 if i % 3 == 0 else None
         ids = {"token_ids": prompt.astype(np.int32), "completion_ids": completion.astype(np.int32)}
-        made.append(Demonstration(f"d{i}", answer="", source="made", sampled=sampled, **ids))
-    assert sum(int((~row.sampled).sum()) for row in made if row.sampled is not None) > 4
-    return made
+        rows.append(Demonstration(f"d{i}", answer="", source="made", sampled=sampled, **ids))
+    assert sum(int((~row.sampled).sum()) for row in rows if row.sampled is not None) > 4
+    return rows
 
 
 def whole(demonstrations):
@@ -43,18 +43,18 @@ def whole(demonstrations):
 
 
 def nats(model, demonstrations):
-    """-log p of every learned completion token, from the whole logits of one row at a time."""
+    """Yield -log p of the learned completion tokens, from the logits of one row at a time."""
     for row in demonstrations:
         tokens = torch.from_numpy(np.concatenate([row.token_ids, row.completion_ids]).astype(np.int64))[None]
         logprobs = torch.log_softmax(model(tokens).logits[0, :-1], -1)
-        own = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
+        token_logprobs = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
         learned = slice(None) if row.sampled is None else torch.from_numpy(row.sampled)
-        yield -own[len(row.token_ids) - 1 :][learned]
+        yield -token_logprobs[len(row.token_ids) - 1 :][learned]
 
 
 @pytest.fixture(scope="module")
 def reference(tiny_model, demonstrations):
-    """Loss and gradient of the whole batch in float64, without any code of the trainer."""
+    """Return loss and gradient of the whole batch in float64, without any code of the trainer."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     loss = torch.cat(list(nats(model, demonstrations))).mean()
     loss.backward()
@@ -82,10 +82,10 @@ async def gradients_of(settings, model_dir, batch):
     group = group_of(settings, model_dir)
     await group.ready()
     shared = settings.policy.sequence_parallel
-    own = [s for s in shard(batch, settings.policy.replicas) for _ in range(shared)]
-    found = await asyncio.gather(*(r.gradients.remote(s) for r, s in zip(group.ranks, own, strict=True)))
+    shards = [s for s in shard(batch, settings.policy.replicas) for _ in range(shared)]
+    results = await asyncio.gather(*(r.gradients.remote(s) for r, s in zip(group.ranks, shards, strict=True)))
     await group.shutdown()
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,9 @@ def test_adapters_alone_are_trained_with_the_same_gradient_on_one_rank_and_on_tw
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "how"),
-    slow_after([(2, 2, {"tokens": 40}), (2, 3, {"shared": 2})], 1),
+    ("ranks", "stage", "how"), slow_after([(2, 2, {"tokens": 40}), (2, 3, {"shared": 2})], 1)
 )
-def test_validation_loss_is_that_of_float64_and_leaves_weights_and_gradients_alone(
+def test_validation_loss_matches_float64_and_changes_neither_weights_nor_gradients(
     forked_ranks, tiny_model, demonstrations, ranks, stage, how
 ):
     settings = config(ranks=ranks, stage=stage, **how)
@@ -143,10 +142,9 @@ def test_validation_loss_is_that_of_float64_and_leaves_weights_and_gradients_alo
     async def measure():
         group = group_of(settings, tiny_model)
         await group.ready()
-        found = await validation_loss(group, demonstrations, settings.sft)
-        again = await validation_loss(group, demonstrations, settings.sft)
+        losses = [await validation_loss(group, demonstrations, settings.sft) for _ in range(2)]
         await group.shutdown()
-        return found, again
+        return losses
 
-    found, again = asyncio.run(measure())
-    assert found == pytest.approx(expected, rel=1e-6) and again == found
+    first, again = asyncio.run(measure())
+    assert first == pytest.approx(expected, rel=1e-6) and again == first

@@ -1,4 +1,4 @@
-"""Guarantees: vLLM's own parsers read the calls of real chat templates; what they cannot read is no crash."""
+"""Guarantees: vLLM's parsers read the calls of real chat templates; calls they cannot read cause no crash."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def test_a_call_is_read_and_a_cut_one_is_malformed(name: str, tokens: tuple[str,
     calls, malformed = read_chat(text[: text.index("1+1")], name, parser, _TOOLS)
     assert not calls and malformed
     assert read_chat("The answer is \\boxed{2}.", name, parser, _TOOLS) == ((), "")
-    assert read_chat(text, name, parser, _TOOLS)[0] == (call,), (
-        "a parser keeps nothing of what it read before"
-    )
+    assert read_chat(text, name, parser, _TOOLS)[0] == (call,), "the parser keeps state from an earlier text"
 
 
 @pytest.mark.parametrize(("name", "tokens", "text"), [

@@ -1,4 +1,4 @@
-"""An engine's part in a weight sync whose calls overlap: the driver gave one up, or began it again."""
+"""An engine's part in a weight sync whose calls overlap: the driver cancelled one, or repeated it."""
 
 import asyncio
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
 from tests.support.patience import HANG_S
 
-STEP_S = 0.1  # of the engine's call that others overlap
+STEP_S = 0.1  # duration of the engine's call that others overlap
 
 
 class Engine:
@@ -42,7 +42,7 @@ class Engine:
         await self._call("start", start)
 
     async def update_weights(self, info):
-        sent = self._policy.weights  # by ranks that are asked for nothing else meanwhile
+        sent = self._policy.weights  # the ranks do nothing else meanwhile
         await self._call("update", lambda: vars(self).update(weights=sent))
 
     async def finish_weight_update(self):
@@ -102,13 +102,7 @@ def worker_with(engine):
     return worker
 
 
-def sync_of(policy, worker):
-    actor = Actor(worker)
-    team = SimpleNamespace(named=lambda: {"rollout-0": actor}, alive=lambda: [actor], check=lambda: None)
-    return WeightSync(Group(policy, [actor]), SimpleNamespace(team=team), HANG_S)
-
-
-def test_an_update_that_is_begun_again_while_the_engine_still_stops_is_opened_once():
+def test_an_update_that_is_repeated_while_the_engine_still_stops_is_opened_once():
     """Another engine dies meanwhile: the driver repeats the sync at once."""
 
     async def overlapping():
@@ -135,24 +129,26 @@ def test_a_repeated_update_finds_the_weights_that_have_arrived_and_other_weights
         worker = worker_with(Engine(policy_with("a")))
         await worker.begin_update((1, 1))
         await worker.receive_weights([], 1, None)
-        return [await worker.begin_update(of) for of in ((1, 1), (1, 2), (1, 2))]
+        return [await worker.begin_update(update) for update in ((1, 1), (1, 2), (1, 2))]
 
     assert asyncio.run(lacks()) == [False, True, True]
 
 
-def test_an_engine_does_not_take_the_weights_of_a_sync_that_was_given_up_for_those_of_the_next():
-    """Ctrl-C in `sync()` of a loop of one's own, then `update()` and `sync()`."""
+def test_an_engine_does_not_take_the_weights_of_a_cancelled_sync_for_the_weights_of_the_next():
+    """Ctrl-C in `sync()` of a user-written loop, then `update()` and `sync()`."""
 
     async def interrupted(*, wait_s):
         policy = policy_with("before any update")
         engine = Engine(policy, slow=("update",))
-        sync = sync_of(policy, worker_with(engine))
+        actor = Actor(worker_with(engine))
+        team = SimpleNamespace(named=lambda: {"rollout-0": actor}, alive=lambda: [actor], check=lambda: None)
+        sync = WeightSync(Group(policy, [actor]), SimpleNamespace(team=team), HANG_S)
         await sync.push(0)
         policy.weights, policy.updates = "of update 1", 1
-        given_up = asyncio.create_task(sync.push(1))
+        cancelled = asyncio.create_task(sync.push(1))
         await asyncio.sleep(STEP_S / 2)
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
         await asyncio.sleep(wait_s)
         policy.weights, policy.updates = "of update 2", 2
         await sync.push(2)

@@ -15,7 +15,7 @@ from tests.actors.workers.test_engine_thread import Engine, with_engine
 
 
 class Replies:
-    """What a process has sent and nobody has read, pickled as between processes."""
+    """Replies that a process has sent and nobody has read, pickled as between processes."""
 
     def __init__(self):
         self._sent = deque()
@@ -52,11 +52,9 @@ class TwoProcesses(Engine):
             process.use_async_scheduling, process.worker_response_mq = False, Replies()
             self.processes.append(process)
         self.executor = SimpleNamespace(
-            rpc_broadcast_mq=self,
-            is_failed=False,
-            response_mqs=[process.worker_response_mq for process in self.processes],
-            futures_queue=deque(),
-        )
+            rpc_broadcast_mq=self, is_failed=False,
+            response_mqs=[process.worker_response_mq for process in self.processes], futures_queue=deque(),
+        )  # fmt: skip
 
     def enqueue(self, request):
         for process in self.processes:
@@ -79,7 +77,7 @@ class Unpicklable(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def test_left_to_itself_vllm_takes_a_late_reply_for_that_of_the_next_call():
+def test_vllm_itself_takes_a_late_reply_for_the_reply_of_the_next_call():
     engine = TwoProcesses(TransferLost("first"), TransferLost("second"))
     with pytest.raises(RuntimeError, match="Worker failed with error 'first'") as raised:
         engine.collective_rpc(start)

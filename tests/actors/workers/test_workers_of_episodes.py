@@ -1,5 +1,5 @@
-"""Which environment worker an episode gets, and what it does when that one is lost. Workers are names here,
-or fakes, and so is the engine.
+"""Which environment worker an episode gets, and what it does after a loss. Workers are names or fakes here;
+the engine is a fake.
 """
 
 import asyncio
@@ -22,58 +22,58 @@ from grpo_dist.types import Prompt, Sampling, Task
 from tests.support.patience import HANG_S
 
 
-def of(*workers, number=1, failure=""):
-    found = WorkersOfEpisodes()
-    found.use(EnvironmentAddresses(number, workers, failure))
-    return found
+def pool_of(*workers, number=1):
+    pool = WorkersOfEpisodes()
+    pool.use(EnvironmentAddresses(number, workers))
+    return pool
 
 
-def taken(found, count):
+def take(pool, count):
     async def several():
-        return [await asyncio.wait_for(found.take(), HANG_S) for _ in range(count)]
+        return [await asyncio.wait_for(pool.take(), HANG_S) for _ in range(count)]
 
     return asyncio.run(several())
 
 
-async def taken_after(found, addresses):
+async def take_after(pool, addresses):
     """Ask for a worker, which must wait; return the one taken once ``addresses`` are in use."""
-    waiting = asyncio.create_task(found.take())
+    waiting = asyncio.create_task(pool.take())
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    found.use(addresses)
+    pool.use(addresses)
     return await asyncio.wait_for(waiting, HANG_S)
 
 
 def test_each_episode_gets_the_worker_with_the_fewest():
-    found = of("a", "b", "c")
-    assert sorted(taken(found, 6)) == ["a", "a", "b", "b", "c", "c"]
-    found.give_back("b")
-    assert taken(found, 1) == ["b"]
+    pool = pool_of("a", "b", "c")
+    assert sorted(take(pool, 6)) == ["a", "a", "b", "b", "c", "c"]
+    pool.give_back("b")
+    assert take(pool, 1) == ["b"]
 
 
 def test_older_addresses_that_arrive_late_change_nothing():
-    found = of("new", number=3)
-    found.use(EnvironmentAddresses(2, ("old",)))
-    assert taken(found, 2) == ["new", "new"]
+    pool = pool_of("new", number=3)
+    pool.use(EnvironmentAddresses(2, ("old",)))
+    assert take(pool, 2) == ["new", "new"]
 
 
 def test_a_worker_that_did_not_answer_gets_no_episode_until_its_replacement_is_there():
-    found = of("a", "b")
-    found.suspect("a")
-    assert taken(found, 3) == ["b"] * 3
-    found.use(EnvironmentAddresses(2, ("c", "b")))
-    assert taken(found, 3) == ["c"] * 3
+    pool = pool_of("a", "b")
+    pool.suspect("a")
+    assert take(pool, 3) == ["b"] * 3
+    pool.use(EnvironmentAddresses(2, ("c", "b")))
+    assert take(pool, 3) == ["c"] * 3
 
 
 def test_a_dead_worker_is_never_tried_again(monkeypatch):
-    """Also where the driver has not noticed, and addresses name it once more."""
+    """Even if the driver has not noticed, and new addresses still name it."""
     monkeypatch.setattr(episodes, "_RETRY_S", 0.001)
 
     async def session():
-        found = of("a")
-        found.suspect("a", dead=True)
-        found.use(EnvironmentAddresses(2, ("a",)))
-        return await taken_after(found, EnvironmentAddresses(3, ("b",)))
+        pool = pool_of("a")
+        pool.suspect("a", dead=True)
+        pool.use(EnvironmentAddresses(2, ("a",)))
+        return await take_after(pool, EnvironmentAddresses(3, ("b",)))
 
     assert asyncio.run(session()) == "b"
 
@@ -82,9 +82,9 @@ def test_an_episode_waits_for_the_replacement_of_the_last_worker(monkeypatch):
     monkeypatch.setattr(episodes, "_RETRY_S", HANG_S)
 
     async def session():
-        found = of("a")
-        found.suspect("a")
-        return await taken_after(found, EnvironmentAddresses(2, ("b",)))
+        pool = pool_of("a")
+        pool.suspect("a")
+        return await take_after(pool, EnvironmentAddresses(2, ("b",)))
 
     assert asyncio.run(session()) == "b"
 
@@ -92,19 +92,19 @@ def test_an_episode_waits_for_the_replacement_of_the_last_worker(monkeypatch):
 def test_a_worker_that_the_driver_does_not_replace_is_tried_again(monkeypatch):
     """The network failed, and not the worker: no new addresses will come."""
     monkeypatch.setattr(episodes, "_RETRY_S", 0.01)
-    found = of("a")
-    found.suspect("a")
-    assert taken(found, 1) == ["a"]
+    pool = pool_of("a")
+    pool.suspect("a")
+    assert take(pool, 1) == ["a"]
 
 
-def test_episodes_that_wait_get_the_error_that_ended_the_role(monkeypatch):
+def test_waiting_episodes_get_the_error_that_ended_the_role(monkeypatch):
     monkeypatch.setattr(episodes, "_RETRY_S", HANG_S)
 
     async def session():
-        found = of()
-        waiting = asyncio.create_task(found.take())
+        pool = pool_of()
+        waiting = asyncio.create_task(pool.take())
         await asyncio.sleep(0)
-        found.use(EnvironmentAddresses(2, (), "environment-0 is lost after 3 restart(s)"))
+        pool.use(EnvironmentAddresses(2, (), "environment-0 is lost after 3 restart(s)"))
         await asyncio.wait_for(waiting, HANG_S)
 
     with pytest.raises(RuntimeError, match="environments: environment-0 is lost after 3 restart"):
@@ -130,7 +130,7 @@ class FakeWorker:
 
 
 class FakeRows:
-    """Takes the place of `Dialogue`; its rollout is the finish reason and what was observed."""
+    """Replaces `Dialogue`; its rollout is the finish reason and the observed failures."""
 
     def __init__(self, renderer, prompt):
         self.observed = []
@@ -139,7 +139,7 @@ class FakeRows:
         self.observed.append(observed)
 
     def rollout(self, sample, finish_reason):
-        return finish_reason, [own.failed for own in self.observed]
+        return finish_reason, [observed.failed for observed in self.observed]
 
 
 @pytest.fixture
@@ -157,11 +157,11 @@ def sampler(monkeypatch):
     return EpisodeSampler(None, None, EnvironmentsConfig(), meter, 512)
 
 
-def test_what_ends_an_action(sampler, monkeypatch):
-    asked = []
+def test_stop_texts_of_an_action(sampler, monkeypatch):
+    stops = []
 
     async def generate(token_ids, seed, sampling, max_tokens, *, exact, stop):
-        asked.append(tuple(stop))
+        stops.append(tuple(stop))
         return Generation([1], np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
 
     async def play(rows, ends, budgets, *, seed):
@@ -182,8 +182,8 @@ def test_what_ends_an_action(sampler, monkeypatch):
         await sampler.sample(prompt, 0, 1, Sampling(stop=("\n",)), None)
 
     asyncio.run(asyncio.wait_for(session(), HANG_S))
-    code = "\n```\n"  # where the task has tools alone
-    assert asked == [(), (), (code,), (), ("</s>",), (), ("</s>", "\n")]
+    code = "\n```\n"  # if the task has only tools
+    assert stops == [(), (), (code,), (), ("</s>",), (), ("</s>", "\n")]
 
 
 async def sampled(sampler):
@@ -197,7 +197,7 @@ def test_an_episode_of_the_only_worker_waits_for_its_replacement_however_long_th
     async def session():
         sampler.workers.use(EnvironmentAddresses(1, (dead,)))
         sampling = asyncio.create_task(sampled(sampler))
-        await asyncio.sleep(0.1)  # many times what a retry waits
+        await asyncio.sleep(0.1)  # many times the retry interval
         sampler.workers.use(EnvironmentAddresses(2, (FakeWorker(),)))
         return await sampling
 
@@ -205,8 +205,8 @@ def test_an_episode_of_the_only_worker_waits_for_its_replacement_however_long_th
     assert dead.acts == 1
 
 
-def test_the_calls_of_a_worker_that_serves_no_more_are_forgotten(sampler):
-    """Once the ends of its episodes are sent. Until then no time passes on a virtual clock."""
+def test_the_calls_of_a_worker_that_no_longer_serves_are_forgotten(sampler):
+    """Once the ends of its episodes are sent. The clock is virtual."""
     workers = [FakeWorker() for _ in range(3)]
 
     async def session():

@@ -1,4 +1,4 @@
-"""The recorded cases: what a peer was asked, and the numbers it gave."""
+"""The recorded cases: the inputs of a peer's function, and the numbers it returned."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _WHOLE = ("mask", "groups", "targets")
 
 @dataclass(frozen=True)
 class Case:
-    """``input``: name of the tensors it was computed from; None: its settings have all that it takes."""
+    """``input``: name of the input tensors; None: the settings hold all inputs."""
 
     peer: str
     number: int
@@ -30,7 +30,7 @@ class Case:
         return f"{self.peer}-{self.number}"
 
     def tensors(self):
-        """Return the input's tensors: masks are bool, and ``now``, the trained log-probs, has a gradient."""
+        """Return the input's tensors; masks are bool."""
         x = {
             key: torch.tensor(v, dtype=torch.long if key in _WHOLE else self.dtype)
             for key, v in _inputs()[self.input].items()
@@ -50,9 +50,9 @@ def _inputs():
 
 @cache
 def recorded(peer):
-    """Return the cases of ``peer``, and the head of its file: its name, commit and count."""
+    """Return the cases of ``peer``, and the header of its file: name, commit and count."""
     head, *lines = (json.loads(line) for line in (HERE / f"{peer}.jsonl").read_text().splitlines())
     return tuple(
-        Case(peer, number, **own | {"dtype": getattr(torch, own["dtype"])})
-        for number, own in enumerate(lines)
+        Case(peer, number, **line | {"dtype": getattr(torch, line["dtype"])})
+        for number, line in enumerate(lines)
     ), head

@@ -17,26 +17,26 @@ from tests.algorithms.peers import ours
 
 
 def loss(x, section, *, estimated=None, first=False, bypassed=False, **how):
-    """``estimated``: settings of the `grpo` that gives the advantages; None: those of the input. ``first``:
-    the advantage of a row's first token is that of the row. ``bypassed``: the engine's log-probs are the old
-    ones.
+    """Return our loss. ``estimated``: settings of the `grpo` that gives the advantages; None: the input has
+    them. ``first``: a row has the advantage of its first token. ``bypassed``: the engine's log-probs are the
+    old ones.
     """
     if bypassed:
         x = x | {"engine": x["old"]}
     if first:
         x = x | {"advantages": x["advantages"][:, :1].expand_as(x["now"])}
     if estimated is not None:
-        own = ours.estimate(x, "grpo", **estimated)
-        x = x | {"advantages": own[:, None].expand_as(x["now"])}
+        values = ours.estimate(x, "grpo", **estimated)
+        x = x | {"advantages": values[:, None].expand_as(x["now"])}
     return ours.loss(x, section, **how)
 
 
 def advantages(x, section, *, weights=None, estimate=None, earlier=None, summed=None, unscored=None):
     """Return our advantages of samples and tokens.
 
-    ``estimate``: settings of the estimator for its direct call in the type of the rewards; None: what follows
-    it decides the numbers. ``earlier``: rewards of steps before. ``summed``: weights of the parts whose sum
-    is the reward. ``unscored``: samples that could not be.
+    ``estimate``: settings of a direct call of the estimator, in the type of the rewards; None: later stages
+    decide the numbers. ``earlier``: rewards of earlier steps. ``summed``: weights of the parts that add up to
+    the reward. ``unscored``: samples without a score.
     """
     if summed is not None:
         x = x | {"rewards": torch.tensor(summed, dtype=x["parts"].dtype) @ x["parts"]}
@@ -45,13 +45,13 @@ def advantages(x, section, *, weights=None, estimate=None, earlier=None, summed=
     moments = None
     if section.get("reward_norm") == "running":
         moments = Moments()
-        for own in (*(earlier or ()), x["rewards"]):
-            moments = moments.updated(np.asarray(own, np.float64))
+        for rewards in (*(earlier or ()), x["rewards"]):
+            moments = moments.updated(np.asarray(rewards, np.float64))
     of_samples, of_tokens = ours.advantages(x, section, weights=weights, moments=moments)
-    found = {"samples": of_samples, "tokens": of_tokens}
+    result = {"samples": of_samples, "tokens": of_tokens}
     if estimate is not None:
-        found["estimate"] = ours.estimate(x, section["advantage"], **estimate)
-    return found
+        result["estimate"] = ours.estimate(x, section["advantage"], **estimate)
+    return result
 
 
 def kl(x, section):
@@ -73,14 +73,14 @@ def aggregation(x, section, *, num_tokens=None, num_sequences=None, max_tokens=N
 
 
 def weights(x, section):
-    own = ours.configured(section).correction
-    found, _ = correction(
-        x["old"], x["engine"], x["mask"], kind=own.kind, level=own.level, low=own.low, high=own.high
+    rule = ours.configured(section).correction
+    values, _ = correction(
+        x["old"], x["engine"], x["mask"], kind=rule.kind, level=rule.level, low=rule.low, high=rule.high
     )
-    if own.normalize:
-        total, count = mean_weight_sums(found, x["mask"], level=own.level)
-        found = found / (total / count)
-    return {"weights": found}
+    if rule.normalize:
+        total, count = mean_weight_sums(values, x["mask"], level=rule.level)
+        values = values / (total / count)
+    return {"weights": values}
 
 
 def kept(x, section):
@@ -89,8 +89,8 @@ def kept(x, section):
 
 def kl_control(x, section, *, start, target, gain, observed):
     coefs, coef = [], start
-    for own in observed:
-        coef = steer(coef, own, target=target, gain=gain)
+    for kl in observed:
+        coef = steer(coef, kl, target=target, gain=gain)
         coefs.append(coef)
     return {"coefs": torch.tensor(coefs, dtype=torch.float64)}
 
@@ -104,21 +104,21 @@ def entropy_control(x, section, *, observed):
 
 
 def overlong(x, section, *, lengths, max_tokens, buffer_tokens, factor=1.0):
-    own = [overlong_punishment(n, max_tokens=max_tokens, buffer_tokens=buffer_tokens) for n in lengths]
-    return {"rewards": factor * torch.tensor(own, dtype=torch.float64)}
+    rewards = [overlong_punishment(n, max_tokens=max_tokens, buffer_tokens=buffer_tokens) for n in lengths]
+    return {"rewards": factor * torch.tensor(rewards, dtype=torch.float64)}
 
 
 def repetition(x, section, *, completions, n, factor):
-    return {"rewards": torch.tensor([factor * repeated_share(own, n=n) for own in completions])}
+    return {"rewards": torch.tensor([factor * repeated_share(text, n=n) for text in completions])}
 
 
 def logprobs(x, section, *, entropy, temperature=1.0):
     rows = x["logits"].requires_grad_()
     head = torch.eye(rows.shape[1], dtype=rows.dtype)
-    found, entropies, _ = selected_logprobs(
+    selected, entropies, _ = selected_logprobs(
         rows, head, x["targets"], temperature=temperature, chunk_tokens=4, with_entropy=entropy
     )
-    value = entropies if entropy else found
+    value = entropies if entropy else selected
     value.sum().backward()
     return {"value": value.detach(), "grad": rows.grad}
 
@@ -140,19 +140,18 @@ KINDS = {
 
 
 def run(case, section, how, change=lambda x: {}):
-    """Return our numbers for ``case`` by the names of its own. ``change``: returns other inputs.
+    """Return our numbers for ``case``, keyed like the recorded ones. ``change``: returns changed inputs.
 
-    With advantages also ``estimate``, those of the estimator before a run makes float32 of them, if ``how``
-    asks for them.
+    If ``how`` has ``estimate``, advantages come with the estimator's values before the cast to float32.
     """
     x = case.tensors() if case.input else None
-    found = KINDS[case.kind](x if x is None else x | change(x), section, **how)
+    result = KINDS[case.kind](x if x is None else x | change(x), section, **how)
     if case.kind not in ("advantages", "rewards"):
-        return {name: found[name] for name in case.out}
+        return {name: result[name] for name in case.out}
     by_token = isinstance(case.out[case.kind][0], list)
-    own = {case.kind: found["tokens" if by_token else "samples"]}
-    if "estimate" in found:
-        values = found["estimate"]
+    numbers = {case.kind: result["tokens" if by_token else "samples"]}
+    if "estimate" in result:
+        values = result["estimate"]
         values = values[:, None] if by_token and values.dim() == 1 else values
-        own["estimate"] = torch.where(x["mask"], values, 0.0) if by_token else values
-    return own
+        numbers["estimate"] = torch.where(x["mask"], values, 0.0) if by_token else values
+    return numbers

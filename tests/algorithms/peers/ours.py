@@ -20,16 +20,16 @@ _PROMPT = 2  # tokens
 
 
 def configured(section):
-    """Build `algorithm` from a counterpart's section, which is flat: a setting is that of the loss or the
-    advantage that has it. Without a correction it has none.
+    """Build `algorithm` from a counterpart's flat section: a setting goes to the loss or advantage that has
+    it. The default is no correction.
     """
     fields = AlgorithmConfig.model_fields
     flat = {"loss": "ppo_clip", "advantage": "grpo", "correction": "none"} | section
     nested = {key: value for key, value in flat.items() if key in fields}
     for key in ("loss", "advantage"):
         member = member_called(members(fields[key].annotation), flat[key])
-        own = {name: flat[name] for name in member.model_fields if name in flat and name not in fields}
-        nested[key] = {"name": flat[key], **own}
+        values = {name: flat[name] for name in member.model_fields if name in flat and name not in fields}
+        nested[key] = {"name": flat[key], **values}
     if norm := flat.get("reward_norm"):
         shift, scale = flat.get("reward_shift"), flat.get("reward_scale")
         # In ROLL a key means "only this step"; both false: both.
@@ -44,7 +44,7 @@ def rules(section):
 
 
 def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, selected=None):
-    """Return loss, gradient by the log-probs, and the metrics of an update whose rows are those of ``x``."""
+    """Return the loss, its gradient by the log-probs, and the metrics of an update with the rows of ``x``."""
     algorithm, mask = configured(section), x["mask"]
     settings, advantages = Objective(algorithm), x["advantages"]
     if algorithm.length_weights:
@@ -78,7 +78,7 @@ def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, se
 def groups(x, *, weights=None):
     """Return the rewards and completions of ``x`` as groups, and the order of their rows."""
     order = torch.argsort(x["groups"], stable=True)
-    made = []
+    result = []
     for i in x["groups"].unique().tolist():
         rows = order[x["groups"][order] == i].tolist()
         prompt = Prompt(f"p{i}", np.full(_PROMPT, 3, np.int32), "1", "made")
@@ -86,8 +86,8 @@ def groups(x, *, weights=None):
         parts = {name: x["parts"][k][rows].numpy() for k, name in enumerate(weights or {})}
         rewards = x["rewards"][rows].numpy()
         greedy = float(x["greedy"][rows[0]])
-        made.append(Group(prompt, rollouts, rewards, parts, ("",) * len(rows), baseline_reward=greedy))
-    return made, order
+        result.append(Group(prompt, rollouts, rewards, parts, ("",) * len(rows), baseline_reward=greedy))
+    return result, order
 
 
 def _rollout(x, row, sample):
@@ -102,40 +102,40 @@ def _rollout(x, row, sample):
 
 
 def advantages(x, section, *, weights=None, moments=None):
-    """Return advantages as a run computes them, float32: of samples [B], before any step over tokens, and of
+    """Return advantages as a run computes them, float32: of samples [B] before any per-token step, and of
     tokens [B, T].
     """
     algorithm = configured(section)
-    made, order = groups(x, weights=weights)
+    scored, order = groups(x, weights=weights)
     kl_coef = algorithm.kl.coef if algorithm.kl.in_reward else 0.0
     how = AdvantageSettings(algorithm, weights or {}, moments, kl_coef)
-    own = sample_advantages(made, how)
-    lengths = [len(r.completion_ids) for g in made for r in g.rollouts]
+    per_sample = sample_advantages(scored, how)
+    lengths = [len(r.completion_ids) for g in scored for r in g.rollouts]
     reference = [
         x["reference"][row, :n].numpy().astype(np.float32) for row, n in zip(order, lengths, strict=True)
     ]
-    batch = make_batch(made, own, ref_logprobs=reference, max_new_tokens=x["mask"].shape[1])
+    batch = make_batch(scored, per_sample, ref_logprobs=reference, max_new_tokens=x["mask"].shape[1])
     norms = torch.zeros(batch.policy.mask.shape, dtype=x["old"].dtype)
     norms[:, _PROMPT:] = score_norms(x)[order][:, : norms.shape[1] - _PROMPT]
-    tokens = token_advantages(batch, made, how, norms).policy.advantages[:, _PROMPT:]
+    tokens = token_advantages(batch, scored, how, norms).policy.advantages[:, _PROMPT:]
     inverse = torch.argsort(order)
     out = torch.zeros(x["mask"].shape)
     out[:, : tokens.shape[1]] = tokens[inverse]
-    return torch.from_numpy(np.concatenate(own))[inverse], out
+    return torch.from_numpy(np.concatenate(per_sample))[inverse], out
 
 
 def score_norms(x):
-    """Return score norms of distributions whose sum of squares is that of the token alone, as recorded."""
+    """Return score norms with only the token's term in the sum of squares, as recorded."""
     return (1 - x["old"].exp()).square()
 
 
 def estimate(x, name, **settings):
-    """Return the advantages of one estimator in the type of the rewards, [B], or of `otb` [B, T]."""
+    """Return the advantages of one estimator in the type of the rewards, [B], of `otb` [B, T]."""
     if name == "otb":
         return optimal_token_baseline(x["rewards"], x["groups"], score_norms(x), x["mask"])
-    known = {
+    values = {
         "eps": 1e-6, "std": "group", "lengths": x["mask"].sum(dim=1), "baselines": x["greedy"],
         "parts": x["parts"], "weights": torch.ones(len(x["parts"])),
     } | settings  # fmt: skip
-    own = {key: known[key] for key in ADVANTAGE_INPUTS.get(name, ())}
-    return ADVANTAGES[name](x["rewards"], x["groups"], **own)
+    arguments = {key: values[key] for key in ADVANTAGE_INPUTS.get(name, ())}
+    return ADVANTAGES[name](x["rewards"], x["groups"], **arguments)

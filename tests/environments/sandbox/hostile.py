@@ -54,7 +54,7 @@ def is_open(number):
 
 @dataclass(frozen=True)
 class Attack:
-    """``outcomes``: those that are right; ``shown``: what the output must have."""
+    """``outcomes``: the accepted ones; ``shown``: text that the output must have."""
 
     name: str
     code: str

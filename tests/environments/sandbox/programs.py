@@ -8,7 +8,7 @@ import time
 
 
 class Attempt:
-    """Runs code and says whether it was refused."""
+    """Runs code and reports whether it was refused."""
 
     def handle(self, kind, payload):
         try:
@@ -93,7 +93,7 @@ class Counter:
         time.sleep(600)
 
     def leaves(self, payload):
-        """Leave processes in a session of their own, whose parents have ended."""
+        """Leave processes in new sessions, whose parents have ended."""
         for _ in range(2):
             if not (parent := os.fork()):
                 os.setsid()

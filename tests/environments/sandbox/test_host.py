@@ -26,23 +26,23 @@ LONG = HANG_S
 
 @asynccontextmanager
 async def host(limits=LIMITS, program="programs:Counter", **arguments):
-    made = ProcessHost(
+    process_host = ProcessHost(
         program, arguments, limits=limits, isolation=None, code_paths=[str(Path(__file__).parent)]
     )
     try:
-        yield made
+        yield process_host
     finally:
-        await made.close()
+        await process_host.close()
 
 
-async def failure(asked) -> ProcessFailure:
+async def failure(request) -> ProcessFailure:
     with pytest.raises(ProcessFailure) as caught:
-        await asked
+        await request
     return caught.value
 
 
 def run(test):
-    """Run an asynchronous test; afterwards no process of it may be alive."""
+    """Run an asynchronous test; then none of its processes may be alive."""
 
     def wrapped(*arguments, **keywords):
         asyncio.run(test(*arguments, **keywords))
@@ -78,18 +78,18 @@ async def test_an_episode_keeps_its_state_and_episodes_share_none():
 @run
 async def test_tasks_of_an_asynchronous_program_run_between_requests():
     with TemporaryDirectory() as directory:
-        counted = Path(directory) / "counted"
+        marker = Path(directory) / "counted"
         async with host() as it:
-            await it.ask("a", "begins_to_count", str(counted), timeout_s=LONG)
-            wait_until(counted.exists, "the task stood still between requests")
+            await it.ask("a", "begins_to_count", str(marker), timeout_s=LONG)
+            wait_until(marker.exists, "the task stood still between requests")
             assert await it.ask("a", "add", 1, timeout_s=LONG) == 4, "its SystemExit ended the process"
 
 
 @run
 async def test_requests_of_an_episode_run_one_after_the_other_and_of_several_at_once():
     async with host() as it:
-        asked = [it.ask(str(i % 8), "add_later", 1, timeout_s=LONG) for i in range(64)]
-        assert sorted(await asyncio.gather(*asked)) == sorted(list(range(1, 9)) * 8)
+        requests = [it.ask(str(i % 8), "add_later", 1, timeout_s=LONG) for i in range(64)]
+        assert sorted(await asyncio.gather(*requests)) == sorted(list(range(1, 9)) * 8)
 
 
 @run
@@ -105,9 +105,9 @@ async def test_what_is_printed_is_returned_with_its_middle_cut():
 async def test_errors_of_a_program_reach_the_caller_and_the_process_stays():
     async with host() as it:
         await it.ask("a", "add", 1, timeout_s=LONG)
-        for kind, said in (("fails", "KeyError: 3"), ("exits", "SystemExit: 3"), ("not_json", "TypeError")):
+        for kind, words in (("fails", "KeyError: 3"), ("exits", "SystemExit: 3"), ("not_json", "TypeError")):
             error = await failure(it.ask("a", kind, 3, timeout_s=LONG))
-            assert (error.outcome, error.lost) == ("error", False) and said in error.detail
+            assert (error.outcome, error.lost) == ("error", False) and words in error.detail
         assert await it.ask("a", "add", 1, timeout_s=LONG) == 2
 
 
@@ -195,11 +195,11 @@ async def test_a_reply_that_is_too_large_is_refused():
 async def test_a_cancelled_request_ends_its_process_and_its_reply_meets_no_other_request():
     async with host() as it:
         await it.ask("a", "add", 1, timeout_s=LONG)
-        asked = asyncio.ensure_future(it.ask("a", "sleeps", 600, timeout_s=LONG))
+        request = asyncio.ensure_future(it.ask("a", "sleeps", 600, timeout_s=LONG))
         await asyncio.sleep(0.1)
-        asked.cancel()
+        request.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await request
         assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
 
 
@@ -216,12 +216,12 @@ async def test_the_end_of_an_episode_is_the_end_of_all_it_started():
 @run
 async def test_an_episode_that_is_ended_during_a_request_fails_that_request():
     async with host() as it:
-        asked = asyncio.ensure_future(it.ask("a", "sleeps", 600, timeout_s=LONG))
+        request = asyncio.ensure_future(it.ask("a", "sleeps", 600, timeout_s=LONG))
         while not it.is_live("a"):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         await it.end("a")
-        assert (await failure(asked)).outcome == "died"
+        assert (await failure(request)).outcome == "died"
 
 
 @run
@@ -253,9 +253,9 @@ async def test_a_zygote_that_dies_between_two_requests_is_reported_to_each_of_it
             await asyncio.sleep(0.01)
         assert await it.ask("new", "add", 1, timeout_s=LONG) == 1
         await it.end("ended")
-        for episode, told in (("a", True), ("b", True), ("ended", False)):
-            assert it.is_live(episode) == told
-            if told:
+        for episode, is_reported in (("a", True), ("b", True), ("ended", False)):
+            assert it.is_live(episode) == is_reported
+            if is_reported:
                 error = await failure(it.ask(episode, "add", 1, timeout_s=LONG))
                 assert (error.outcome, error.lost, error.infrastructure) == ("died", True, False)
             assert await it.ask(episode, "add", 1, timeout_s=LONG) == 1
@@ -264,19 +264,19 @@ async def test_a_zygote_that_dies_between_two_requests_is_reported_to_each_of_it
 
 @asynccontextmanager
 async def importing():
-    """A host whose program is imported until the file is made, and whose first request is cancelled."""
+    """Yield a host that imports until the file ``gate`` exists, after a cancelled request, and ``gate``."""
     with tempfile.TemporaryDirectory() as directory:
         gate = Path(directory) / "gate"
         code = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
         (Path(directory) / "gated.py").write_text(code + "from programs import Counter\n")
         paths = [directory, str(Path(__file__).parent)]
         it = ProcessHost("gated:Counter", {}, limits=LIMITS, isolation=None, code_paths=paths)
-        asked = asyncio.ensure_future(it.ask("a", "add", 1, timeout_s=LONG))
+        request = asyncio.ensure_future(it.ask("a", "add", 1, timeout_s=LONG))
         while it._child is None:
             await asyncio.sleep(0.01)
-        asked.cancel()
+        request.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await request
         try:
             yield it, gate
         finally:
@@ -289,7 +289,7 @@ async def test_a_first_request_that_is_cancelled_during_the_import_does_not_harm
         gate.touch()
         assert await it.ask("b", "add", 1, timeout_s=LONG) == 1
         await it.end("b")
-        assert it._by_number == {}  # the zygote is heard: it said that nothing is left
+        assert it._by_number == {}  # it has read the report of the zygote that nothing is left
 
 
 @run
@@ -339,21 +339,20 @@ asyncio.run(main())
 
 
 def test_all_processes_end_with_the_owner_that_is_killed():
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
-    )
-    zygote = int(owner.stdout.readline())
-    wait_until(lambda: len(list(filter(alive, descendants(zygote)))) == 6, "the second episode did not start")
-    below = sorted({zygote, *descendants(zygote)})
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
+    command = [sys.executable, "-c", OWNER, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            zygote = int(owner.stdout.readline())
+            wait_until(lambda: sum(map(alive, descendants(zygote))) == 6, "the second episode did not start")
+            below = sorted({zygote, *descendants(zygote)})
+        finally:
+            owner.kill()
     assert wait_until_gone(below) == []
 
 
 def test_a_time_that_has_passed_is_no_wait_without_a_limit():
     assert keeper._milliseconds(0.25) == 251.0
-    assert keeper._milliseconds(-0.25) == 1.0  # poll(-249) would wait for ever
+    assert keeper._milliseconds(-0.25) == 1.0  # poll(-249) would wait forever
 
 
 def test_a_code_path_that_is_no_directory_is_refused_by_name():

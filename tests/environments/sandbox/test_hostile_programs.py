@@ -48,12 +48,8 @@ class Target:
     def check(self) -> None:
         assert self.victim.poll() is None, "a process of the machine was ended"
         assert sorted(os.listdir(self.directory)) == ["file"]
-        file = self.directory / "file"
-        assert (file.read_text(), file.stat().st_mode & 0o777, file.stat().st_nlink) == (
-            "untouched",
-            0o666,
-            1,
-        )
+        file, stat = self.directory / "file", os.stat(self.directory / "file")
+        assert (file.read_text(), stat.st_mode & 0o777, stat.st_nlink) == ("untouched", 0o666, 1)
         for listener in (self.listener, self.unix, self.abstract):
             with suppress(BlockingIOError):
                 pytest.fail(f"{listener.accept()} was reached")
@@ -77,11 +73,11 @@ def target(tmp_path_factory):
     unix.bind(path)
     os.chmod(path, 0o777)
     abstract.bind(f"\0{name}")
-    for bound in (listener, unix, abstract):
-        bound.listen()
-        bound.setblocking(False)
+    for server in (listener, unix, abstract):
+        server.listen()
+        server.setblocking(False)
     index = 0 if MACHINE == "x86_64" else 1
-    numbers = {name: known[index] for name, known in kernel._NUMBERS.items()}
+    numbers = {name: entry[index] for name, entry in kernel._NUMBERS.items()}
     values = {
         "outside": directory,
         "victim": victim.pid,
@@ -101,13 +97,13 @@ def target(tmp_path_factory):
     yield Target(directory, victim, listener, unix, abstract, values)
     victim.kill()
     victim.wait()
-    for bound in (listener, unix, abstract):
-        bound.close()
+    for server in (listener, unix, abstract):
+        server.close()
     os.unlink(path)
 
 
 class Running:
-    """A sandbox with an event loop in a thread of its own."""
+    """A sandbox with an event loop in a separate thread."""
 
     def __init__(self, settings: SandboxConfig, isolation: Isolation | None) -> None:
         self.sandbox = PythonSandbox(settings, isolation=isolation)
@@ -169,7 +165,7 @@ def test_an_attack_has_its_outcome_and_reaches_nothing_else(attack: Attack, sand
     result.output.encode()  # text that files and tokenizers take
     other = sandbox.do(sandbox.sandbox.run("another", "x = 1\nx + 1"))
     assert (other.outcome, other.output) == ("ok", "2\n")
-    # Whatever it did to its own interpreter: no later result is one of another call.
+    # Whatever it did to its interpreter: no later call gets the result of another one.
     again = sandbox.do(sandbox.sandbox.run("another", "x + 2"))
     assert (again.outcome, again.output) == ("ok", "3\n")
     sandbox.do(sandbox.sandbox.end("attacker"))
@@ -183,20 +179,6 @@ def test_a_table_of_at_least_40_attacks_has_unique_names():
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 40
     unknown = {name for attack in ATTACKS for name in re.findall(r"\$(\w+)", attack.code)}
     assert unknown <= {
-        "outside",
-        "victim",
-        "owner",
-        "port",
-        "unix",
-        "abstract",
-        "processes",
-        "memory",
-        "files",
-        "calls",
-        "clone",
-        "socket",
-        "capset",
-        "shmget",
-        "unshare",
-        "ptrace",
-    }
+        "outside", "victim", "owner", "port", "unix", "abstract", "processes", "memory", "files", "calls",
+        "clone", "socket", "capset", "shmget", "unshare", "ptrace",
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Each layer of isolation protects by itself, what is found is what holds, and what is missing is said."""
+"""Each layer of isolation protects by itself; only layers that hold are chosen; missing ones are reported."""
 
 import asyncio
 import ctypes
@@ -30,13 +30,8 @@ READ = "open('{file}').close()"
 def result_of(isolation: Isolation, code: str) -> str:
     async def run():
         limits = Limits(memory_mb=128, processes=8, files_mb=4)
-        host = ProcessHost(
-            "programs:Attempt",
-            {},
-            limits=limits,
-            isolation=isolation,
-            code_paths=[str(Path(__file__).parent)],
-        )
+        paths = [str(Path(__file__).parent)]
+        host = ProcessHost("programs:Attempt", {}, limits=limits, isolation=isolation, code_paths=paths)
         try:
             return await host.ask("a", "run", code, timeout_s=HANG_S)
         finally:
@@ -117,54 +112,34 @@ def test_a_layer_alone_refuses_what_is_reached_without_it(layer: str, names):
     assert result_of(isolation, code).startswith("refused")
 
 
-def test_what_is_found_is_reported_thing_by_thing():
-    assert [line.split(":")[1].strip() for line in NOTES[:4]] == [
-        "processes",
-        "network",
-        "files",
-        "system calls",
-    ]
+def test_the_isolation_is_reported_by_topic():
+    topics = [line.split(":")[1].strip() for line in NOTES[:4]]
+    assert topics == ["processes", "network", "files", "system calls"]
     if FULL.spaces == SPACES and FULL.landlock and FULL.seccomp:
         assert not any("WARNING" in line for line in NOTES)
         assert len(NOTES) == 4
 
 
-def everything(isolation: Isolation) -> bool:
-    return not isolation.reads_all
+MACHINES = {  # whether an isolation holds there, the spaces chosen, and other choices
+    "everything": (
+        lambda it: not it.reads_all, SPACES, {"own_proc": True, "seccomp": True, "user_space": False},
+    ),
+    "only a user namespace": (lambda it: it.user_space, SPACES, {"user_space": True}),
+    "only Landlock and seccomp": (
+        lambda it: not it.spaces, (), {"landlock": kernel.landlock_abi(), "seccomp": True},
+    ),
+    "only network and processes": (
+        lambda it: set(it.spaces) <= {"net", "pid"} and not it.landlock,
+        ("pid", "net"), {"landlock": 0, "seccomp": True},
+    ),
+    "masked proc": (lambda it: not it.own_proc, SPACES, {"own_proc": False, "seccomp": True}),
+    "nothing": (lambda it: False, (), {"landlock": 0, "seccomp": False}),
+}  # fmt: skip
 
 
-def only_landlock_and_seccomp(isolation: Isolation) -> bool:
-    return not isolation.spaces
-
-
-def only_a_user_namespace(isolation: Isolation) -> bool:
-    return isolation.user_space
-
-
-def only_network_and_processes(isolation: Isolation) -> bool:
-    return set(isolation.spaces) <= {"net", "pid"} and not isolation.landlock
-
-
-def masked_proc(isolation: Isolation) -> bool:
-    return not isolation.own_proc
-
-
-def nothing(isolation: Isolation) -> bool:
-    return False
-
-
-@pytest.mark.parametrize(
-    ("works", "spaces", "others"),
-    [
-        (everything, SPACES, {"own_proc": True, "seccomp": True, "user_space": False}),
-        (only_a_user_namespace, SPACES, {"user_space": True}),
-        (only_landlock_and_seccomp, (), {"landlock": kernel.landlock_abi(), "seccomp": True}),
-        (only_network_and_processes, ("pid", "net"), {"landlock": 0, "seccomp": True}),
-        (masked_proc, SPACES, {"own_proc": False, "seccomp": True}),
-        (nothing, (), {"landlock": 0, "seccomp": False}),
-    ],
-)
-def test_the_strongest_that_works_is_chosen(works, spaces, others, monkeypatch):
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_strongest_that_works_is_chosen(machine, monkeypatch):
+    works, spaces, others = MACHINES[machine]
     monkeypatch.setattr(trial.os, "geteuid", lambda: 0)
     monkeypatch.setattr(trial, "_first_user", lambda: 61184)
     chosen = trial.choose(works)
@@ -197,20 +172,18 @@ def test_root_without_a_right_uses_no_user_ids_of_episodes(call, monkeypatch, tm
 
 
 @pytest.mark.parametrize(
-    ("isolation", "said"),
+    ("isolation", "words"),
     [
-        (
-            NOTHING,
-            ["can end this user's processes", "can reach the network", "what this user can", "all are"],
-        ),
+        (NOTHING,
+         ["can end this user's processes", "can reach the network", "what this user can", "all are"]),
         (replace(NOTHING, landlock=3), ["can end this user's processes", "can reach the network"]),
         (replace(NOTHING, landlock=5), ["by UDP and Unix sockets"]),
         (replace(NOTHING, first_user=61184, seccomp=True), ["what every user of this machine can"]),
     ],
-)
-def test_a_missing_layer_is_a_warning(isolation: Isolation, said: list[str]):
+)  # fmt: skip
+def test_a_missing_layer_is_a_warning(isolation: Isolation, words: list[str]):
     warnings = "\n".join(line for line in isolation.describe() if "WARNING" in line)
-    assert all(text in warnings for text in said), warnings
+    assert all(text in warnings for text in words), warnings
 
 
 def test_a_layer_that_does_not_hold_is_not_used(monkeypatch):
@@ -265,7 +238,7 @@ for isolation in (strongest, fallback):
 print(json.dumps(reasons))
 """
 # Code, outcome, and what it prints with namespaces; alone, the last layers print an error instead.
-OF_A_USER = [
+UNPRIVILEGED_CASES = [
     ("6 * 7", "ok", "42"),
     (f"import os\nos.kill({os.getpid()}, 0)", "error", "Error"),
     ("open('x', 'wb').write(bytes(2**23))", "error", "OSError"),
@@ -301,15 +274,15 @@ sys.exit(sys.version_info < (3, 11))
 
 
 def test_without_privilege_a_user_namespace_does_the_same():
-    codes = [code for code, _, _ in OF_A_USER]
+    codes = [code for code, _, _ in UNPRIVILEGED_CASES]
     command = [python_for_everybody(), "-c", UNPRIVILEGED, str(ROOT), str(FULL.landlock), json.dumps(codes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd="/")
     assert done.returncode == 0, done.stderr
     strongest, fallback, reasons = map(json.loads, done.stdout.splitlines())
-    for found in (strongest, fallback):
-        for (code, outcome, shown), (got, output) in zip(OF_A_USER, found or (), strict=False):
-            counted = shown == "7" and found is fallback  # with the user's other ones, which come and go
-            assert got == outcome and (shown in output or counted), (code, got, output)
+    for results in (strongest, fallback):
+        for (code, outcome, shown), (actual, output) in zip(UNPRIVILEGED_CASES, results or (), strict=False):
+            varies = shown == "7" and results is fallback  # counts the user's other processes, too
+            assert actual == outcome and (shown in output or varies), (code, actual, output)
     if strongest is None or fallback is None:
         pytest.skip(f"this kernel does not allow it: {reasons}")
 
@@ -317,14 +290,14 @@ def test_without_privilege_a_user_namespace_does_the_same():
 def test_every_refused_call_has_a_number_on_both_machines_or_is_known_to_have_none():
     for table in (kernel._NUMBERS, kernel._ATTRIBUTES, kernel._OTHER_PROCESSES):
         for index in (0, 1):
-            numbers = [known[index] for known in table.values() if known[index] is not None]
+            numbers = [entry[index] for entry in table.values() if entry[index] is not None]
             assert len(numbers) == len(set(numbers))
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("signals_to", [None, 4711])
 def test_the_filter_refuses_and_allows_call_by_call(machine, signals_to, monkeypatch):
-    """Interpret the BPF program as the kernel does, for the machine that this is not as well."""
+    """Interpret the BPF program as the kernel does, also for the other machine type."""
     monkeypatch.setattr(kernel, "MACHINE", machine)
     index = ("x86_64", "aarch64").index(machine)
     program = kernel.SyscallFilter(unix_sockets=False, attributes=False, signals_to=signals_to).instructions()
@@ -334,9 +307,9 @@ def test_the_filter_refuses_and_allows_call_by_call(machine, signals_to, monkeyp
 
     refused, allowed = kernel._ERROR | 1, kernel._ALLOW
     for table in (kernel._NUMBERS, kernel._ATTRIBUTES):
-        for known in table.values():
-            if known[index] is not None:
-                assert verdict(known[index]) == refused
+        for entry in table.values():
+            if entry[index] is not None:
+                assert verdict(entry[index]) == refused
     assert verdict((0, 63)[index]) == verdict((1, 64)[index]) == verdict((9, 222)[index]) == allowed
     assert verdict(kernel._CLONE[index], 0x11) == allowed
     assert verdict(kernel._CLONE[index], 0x10000011) == refused
@@ -372,7 +345,7 @@ def interpret(program, architecture, number, arguments):
 def test_what_a_machine_does_not_allow_is_one_sentence():
     refusal = "PermissionError: [Errno 1] Operation not permitted"
     reasons = [f"{layer} namespaces: {refusal}" for layer in SPACES] * 2
-    (told,) = trial._left_out(replace(FULL, spaces=("uts",), landlock=0), reasons)
-    assert told.startswith("sandbox: this machine does not allow mount, ") and "; Landlock (" in told
-    assert told.count(refusal) == 1 and "uts" not in told
+    (note,) = trial._left_out(replace(FULL, spaces=("uts",), landlock=0), reasons)
+    assert note.startswith("sandbox: this machine does not allow mount, ") and "; Landlock (" in note
+    assert note.count(refusal) == 1 and "uts" not in note
     assert trial._left_out(replace(FULL, spaces=SPACES, landlock=5, seccomp=True), reasons) == []

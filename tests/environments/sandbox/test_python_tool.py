@@ -24,11 +24,11 @@ SETTINGS = SandboxConfig(call_s=HANG_S, episode_s=4 * HANG_S, cpu_s=HANG_S, memo
 
 @asynccontextmanager
 async def tool(backend="process", output_kb=OUTPUT_KB, **settings):
-    made = SETTINGS.model_copy(update=settings)
+    sandbox_settings = SETTINGS.model_copy(update=settings)
     with sandbox_fusion() as fusion:
         if backend == "http":
-            made = made.model_copy(update={"url": fusion.url})
-        sandbox = PythonSandbox(made, isolation=FOUND, output_kb=output_kb)
+            sandbox_settings = sandbox_settings.model_copy(update={"url": fusion.url})
+        sandbox = PythonSandbox(sandbox_settings, isolation=FOUND, output_kb=output_kb)
         sandbox.fusion = fusion
         await sandbox.start()
         try:
@@ -54,10 +54,8 @@ both = pytest.mark.parametrize("backend", ["process", "http"])
 @asynchronous
 async def test_variables_stay_over_an_episode_and_end_with_it(backend):
     async with tool(backend) as sandbox:
-        found = await outputs(
-            sandbox, "x = 2", "def f(n): return n * x", "f(21)", "import math", "math.pi"
-        )
-        assert [output for _, output in found] == ["", "", "42\n", "", "3.141592653589793\n"]
+        results = await outputs(sandbox, "x = 2", "def f(n): return n * x", "f(21)", "import math", "math.pi")
+        assert [output for _, output in results] == ["", "", "42\n", "", "3.141592653589793\n"]
         assert (await outputs(sandbox, "x", episode="b"))[0][0] == "error"
         await sandbox.end("a")
         assert (await outputs(sandbox, "f(21)"))[0][0] == "error"
@@ -67,15 +65,10 @@ async def test_variables_stay_over_an_episode_and_end_with_it(backend):
 @asynchronous
 async def test_stdout_and_stderr_are_shown_in_order_with_the_last_value_and_nothing_twice(backend):
     async with tool(backend) as sandbox:
-        code = (
-            "import os, sys\nprint('a', end=' ')\nprint('b', file=sys.stderr)\nos.system('echo c')\n'd'"
-        )
+        code = "import os, sys\nprint('a', end=' ')\nprint('b', file=sys.stderr)\nos.system('echo c')\n'd'"
         assert await outputs(sandbox, code, "print('e')\nNone", "'f'; x = 1", "_") == [
-            ("ok", "a b\nc\n'd'\n"),
-            ("ok", "e\n"),
-            ("ok", ""),
-            ("ok", "'d'\n"),
-        ]
+            ("ok", "a b\nc\n'd'\n"), ("ok", "e\n"), ("ok", ""), ("ok", "'d'\n"),
+        ]  # fmt: skip
 
 
 @both
@@ -83,20 +76,16 @@ async def test_stdout_and_stderr_are_shown_in_order_with_the_last_value_and_noth
 async def test_a_traceback_begins_in_the_code(backend):
     async with tool(backend) as sandbox:
         codes = ("def f(n):\n    return 1 / n", "f(0)", "1 +", "x = 5\nraise KeyError", "x")
-        found = await outputs(sandbox, *codes)
-        shown = [line for line in found[1][1].splitlines() if set(line) - set(" ~^")]
-        assert shown == [
-            "Traceback (most recent call last):",
-            '  File "<call 2>", line 1, in <module>',
-            "    f(0)",
-            '  File "<call 1>", line 2, in f',
-            "    return 1 / n",
-            "ZeroDivisionError: division by zero",
-        ]
-        assert found[1][0] == found[2][0] == found[3][0] == "error"
-        assert found[2][1].startswith('  File "<call 3>", line 1\n    1 +\n')
-        assert found[2][1].endswith("SyntaxError: invalid syntax\n")
-        assert found[4] == ("ok", "5\n")  # what ran before an error stays
+        results = await outputs(sandbox, *codes)
+        lines = [line for line in results[1][1].splitlines() if set(line) - set(" ~^")]
+        assert lines == [
+            "Traceback (most recent call last):", '  File "<call 2>", line 1, in <module>', "    f(0)",
+            '  File "<call 1>", line 2, in f', "    return 1 / n", "ZeroDivisionError: division by zero",
+        ]  # fmt: skip
+        assert results[1][0] == results[2][0] == results[3][0] == "error"
+        assert results[2][1].startswith('  File "<call 3>", line 1\n    1 +\n')
+        assert results[2][1].endswith("SyntaxError: invalid syntax\n")
+        assert results[4] == ("ok", "5\n")  # what ran before an error stays
 
 
 @both
@@ -132,9 +121,7 @@ async def test_a_call_over_its_deadline_loses_the_interpreter_and_reports_it(bac
 async def test_a_process_that_ends_is_an_outcome_that_is_named(backend):
     async with tool(backend) as sandbox:
         result = await sandbox.run("a", "import os\nos._exit(7)")
-        assert (
-            result.outcome == "died" and "exit status 7" in result.output and "are gone" in result.output
-        )
+        assert result.outcome == "died" and "exit status 7" in result.output and "are gone" in result.output
         assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
 
 
@@ -142,19 +129,18 @@ async def test_a_process_that_ends_is_an_outcome_that_is_named(backend):
 @asynchronous
 async def test_memory_is_an_outcome_and_variables_stay(backend):
     async with tool(backend) as sandbox:
-        found = await outputs(sandbox, "x = 1", "raise MemoryError('too much')", "x")
-        assert [outcome for outcome, _ in found] == ["ok", "memory", "ok"]
+        results = await outputs(sandbox, "x = 1", "raise MemoryError('too much')", "x")
+        assert [outcome for outcome, _ in results] == ["ok", "memory", "ok"]
 
 
 @both
 @asynchronous
-async def test_an_episode_has_a_time_of_its_own(backend):
+async def test_an_episode_has_a_time_limit(backend):
     async with tool(backend, episode_s=1.5) as sandbox:
         results = [await sandbox.run("a", "import time; time.sleep(0.8)") for _ in range(4)]
         outcomes = [result.outcome for result in results]
-        assert outcomes[-1] == "timeout" and "no time is left for calls of this episode: 1.5 s" in (
-            results[-1].output
-        )
+        assert outcomes[-1] == "timeout"
+        assert "no time is left for calls of this episode: 1.5 s" in results[-1].output
         assert outcomes == sorted(outcomes)  # "ok" until it is over
         assert sandbox._used_s["a"] < 60
 
@@ -164,15 +150,15 @@ async def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
     async with tool(cpu_s=1.0) as sandbox:
         code = "import os, time\nfor _ in range(3):\n  if not os.fork():\n    while True: pass"
         code += "\ntime.sleep(900)"
-        for episode, written in (("a", code), ("b", "while True: pass")):
-            result = await sandbox.run(episode, written)
+        for episode, program in (("a", code), ("b", "while True: pass")):
+            result = await sandbox.run(episode, program)
             assert result.outcome == "timeout" and "more than 1 s of CPU time" in result.output
 
 
 @pytest.mark.slow
 @asynchronous
 async def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_another_begins():
-    """With the zygote, or alone: the code does not run, and the policy reads why."""
+    """It ends with its zygote: the code does not run, and the policy reads why."""
     async with tool() as sandbox:
         host = sandbox._backend._host
         assert await outputs(sandbox, "x = 2", "x") == [("ok", ""), ("ok", "2\n")]
@@ -180,8 +166,8 @@ async def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_
         zygote.kill()
         while host._child is zygote:
             await asyncio.sleep(0.01)
-        (found,) = await outputs(sandbox, "print(6 * 7)")
-        assert found == (
+        (result,) = await outputs(sandbox, "print(6 * 7)")
+        assert result == (
             "died",
             "[the process had ended, with the one that starts others. The interpreter was ended: "
             "variables and files of earlier calls are gone.]\n",
@@ -194,9 +180,9 @@ async def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_
 @asynchronous
 async def test_cpu_time_of_interpreters_that_were_lost_counts_for_the_episode():
     async with tool(cpu_s=2.0) as sandbox:
-        used = "import os, time\nwhile time.process_time() < 1.5: pass\nos._exit(7)"
-        assert (await sandbox.run("a", used)).outcome == "died"
-        assert (await sandbox.run("a", used)).outcome == "timeout"  # 0.5 s were left
+        code = "import os, time\nwhile time.process_time() < 1.5: pass\nos._exit(7)"
+        assert (await sandbox.run("a", code)).outcome == "died"
+        assert (await sandbox.run("a", code)).outcome == "timeout"  # 0.5 s were left
         result = await sandbox.run("a", "6 * 7")
         assert result.output == "[no CPU time is left for calls of this episode: 2 s]\n"
         await sandbox.end("a")
@@ -207,8 +193,8 @@ async def test_cpu_time_of_interpreters_that_were_lost_counts_for_the_episode():
 async def test_the_files_of_an_episode_are_its_own_and_gone_with_it():
     async with tool() as sandbox:
         write = "import os\nprint(os.listdir('.'), os.getcwd() == os.path.expanduser('~'))\n"
-        found = await outputs(sandbox, write + "open('f', 'w').write('x')", "open('f').read()")
-        assert found == [("ok", "[] True\n1\n"), ("ok", "'x'\n")]
+        results = await outputs(sandbox, write + "open('f', 'w').write('x')", "open('f').read()")
+        assert results == [("ok", "[] True\n1\n"), ("ok", "'x'\n")]
         assert (await outputs(sandbox, "open('f')", episode="b"))[0][0] == "error"
         await sandbox.end("a")
         assert (await outputs(sandbox, "open('f')"))[0][0] == "error"
@@ -243,28 +229,26 @@ async def test_passing_failures_of_the_service_are_tried_again(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "words"),
     [
         ([(503, b"busy")] * 9, "does not answer (HTTP 503: busy)"),
         ([(0, b"")] * 9, "does not answer"),
         ([(422, b"no such field")], "HTTP 422: no such field"),
-        ([(200, b"[1]")], "no JSON object"),
+        ([(200, b"[1]")], "not a JSON object"),
         ([(200, b"{")] * 9, "JSONDecodeError"),
-        (
-            [(200, json.dumps({"status": "SandboxError", "message": "no cgroup"}).encode())],
-            "failed (no cgroup)",
-        ),
+        ([(200, json.dumps({"status": "SandboxError", "message": "no cgroup"}).encode())],
+         "failed (no cgroup)"),
         ([(200, json.dumps({"status": "Success", "message": ""}).encode())], "it ran nothing"),
     ],
-)
+)  # fmt: skip
 @asynchronous
-async def test_a_service_that_fails_is_no_result_of_the_code_and_variables_stay(answers, said, monkeypatch):
+async def test_a_service_that_fails_is_no_result_of_the_code_and_variables_stay(answers, words, monkeypatch):
     monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.001)
     async with tool("http") as sandbox:
         await sandbox.run("a", "x = 41")
         sandbox.fusion.answers += answers
         used_s = sandbox._used_s["a"]
-        with pytest.raises(ProcessFailure, match=re.escape(said)) as caught:
+        with pytest.raises(ProcessFailure, match=re.escape(words)) as caught:
             await sandbox.run("a", "x")
         assert caught.value.infrastructure and not caught.value.lost
         assert sandbox._used_s["a"] == used_s

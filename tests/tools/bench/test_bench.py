@@ -1,5 +1,5 @@
-"""`grpo-dist bench`: lengths, formulas, figures, comparison and refusals on made numbers, and one short real
-benchmark, whose figures must agree with each other. Speeds are not tested.
+"""`grpo-dist bench`: lengths, formulas, figures, comparison and refusals on made-up numbers, and one short
+real benchmark, whose figures must be consistent. Speeds are not tested.
 """
 
 import asyncio
@@ -28,20 +28,19 @@ from grpo_dist.tools.bench.run import _workload, make_benchmark_config, timed
 from grpo_dist.tools.bench.table import FIGURES, compare, print_result, ratios
 from tests.support.fakes import World, config, prompts
 
-ROOT = Path(__file__).resolve().parents[3]
 SHAPE = Shape(hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8, vocabulary=10)
 
 
 def test_log_normal_lengths_have_their_mean_and_stay_within_bounds():
     lengths = LognormalLengths(mean=32.0, sigma=0.5)
-    drawn = lengths_of(range(20_000), lengths, cap=100_000)
-    assert statistics.mean(drawn) == pytest.approx(32, rel=0.01)
-    assert statistics.stdev(map(math.log, drawn)) == pytest.approx(0.5, rel=0.03)
+    samples = lengths_of(range(20_000), lengths, cap=100_000)
+    assert statistics.mean(samples) == pytest.approx(32, rel=0.01)
+    assert statistics.stdev(map(math.log, samples)) == pytest.approx(0.5, rel=0.03)
     capped = lengths_of(range(5_000), LognormalLengths(mean=32.0), cap=128)
     assert min(capped) >= 1 and max(capped) == 128
 
 
-def figured(steps, *, peak_flops=None, limits=MachineLimits(), overlapped=False, **changes):  # noqa: B008
+def measure(steps, *, peak_flops=None, limits=MachineLimits(), overlapped=False, **changes):  # noqa: B008
     return figures(steps, shape=SHAPE, peak_flops=peak_flops, limits=limits, overlapped=overlapped, **changes)
 
 
@@ -63,7 +62,7 @@ def test_frozen_weights_have_no_gradients_and_attention_has():
     weights, attention = 288 * 3 + 40 * 2, 6 * 2 * 2 * 2 * 2
     work = NeededWork.from_spans([(0, 3)], trained=2)
     assert work.flops(SHAPE, frozen=True) == 4 * weights + 6 * attention
-    trained, frozen = (figured([step(0, SPANS)], peak_flops=1.0, frozen=frozen) for frozen in (False, True))
+    trained, frozen = (measure([step(0, SPANS)], peak_flops=1.0, frozen=frozen) for frozen in (False, True))
     assert 4 / 6 < frozen["training/mfu"] / trained["training/mfu"] < 1
 
 
@@ -77,28 +76,25 @@ def test_covered_seconds_count_an_overlap_once():
 def step(begin, spans, *, tokens=(10, 30), **metrics):
     """Build a step of 10 seconds with two samples of 4 prompt tokens; ``spans`` in seconds from its start."""
     usage = {
-        actor: Usage(spans=tuple(Span(stage, begin + a, begin + b) for stage, a, b in own))
-        for actor, own in spans.items()
+        actor: Usage(spans=tuple(Span(stage, begin + a, begin + b) for stage, a, b in actor_spans))
+        for actor, actor_spans in spans.items()
     }
-    known = {
+    defaults = {
         "time/rollout_sample_busy_s": 5.0, "time/policy_update_busy_s": 3.0, "time/policy_sync_busy_s": 0.5,
         "time/reward_score_busy_s": 1.0, "time/sync_s": 1.0, "sync/bytes": 100.0, "train/tokens": 48.0,
         "throughput/rollout_tokens": 40.0, "time/driver_cpu_s": 0.1,
     }  # fmt: skip
     requests = tuple(Request((1, 2, 3, 4), seed, n) for seed, n in enumerate(tokens))
-    return StepRecord(1, begin, begin + 10, known | metrics, usage, requests)
+    return StepRecord(1, begin, begin + 10, defaults | metrics, usage, requests)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "expected"),
-    [
-        ([(1, 2, 3), (1, 2, 4), (1, 2, 3, 5)], 2),
-        ([(1, 2), (1, 2, 4)], 2),
-        ([(7, 8)], 2),
-        ([(1, 2, 3), (2, 2, 3), (1, 2, 3)], 0),
-        ([(1, 5), (1, 2, 9), (1, 4)], 1),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "expected"), [
+    ([(1, 2, 3), (1, 2, 4), (1, 2, 3, 5)], 2),
+    ([(1, 2), (1, 2, 4)], 2),
+    ([(7, 8)], 2),
+    ([(1, 2, 3), (2, 2, 3), (1, 2, 3)], 0),
+    ([(1, 5), (1, 2, 9), (1, 4)], 1),
+])  # fmt: skip
 def test_the_tokens_that_all_prompts_begin_with_are_counted(prompts, expected):
     requests = tuple(Request(ids, seed, 3) for seed, ids in enumerate(prompts))
     steps = [replace(step(0, {}), requests=requests)]
@@ -106,7 +102,7 @@ def test_the_tokens_that_all_prompts_begin_with_are_counted(prompts, expected):
 
 
 def step_of_shared_prompts():
-    """Two groups of two: prompts of 9 tokens of which 8 are common, completions of 10 and 30, 5 given."""
+    """Two groups of two: prompts of 9 tokens, 8 in common; completions of 10 and 30 tokens, 5 more given."""
     prompts = [(*range(8), last) for last in (50, 50, 60, 60)]
     lengths = [10, 30, 10, 30]
     requests = [Request(ids, 0, n, 5) for ids, n in zip(prompts, lengths, strict=True)]
@@ -114,7 +110,7 @@ def step_of_shared_prompts():
 
 
 def test_what_prompts_begin_with_is_needed_once():
-    """Each needed token multiplies all weights of the layers, and pairs with its context and itself."""
+    """Each needed token multiplies all weights of the layers, and attends to its context and itself."""
     needed = NeededWork.from_step(step_of_shared_prompts())
     context = [*range(1, 9), 9, 9, *range(10, 25), *range(10, 45), *range(10, 25), *range(10, 45)]
     assert needed == NeededWork(8 + 1 + 1 + 15 + 35 + 15 + 35, sum(context), 80)
@@ -131,7 +127,7 @@ def test_samples_that_share_nothing_need_all_their_tokens():
 
 
 def test_rows_that_share_nothing_are_not_longer_than_the_longest_sample():
-    """A token of 4 samples behind a prompt of 1,000 sees that prompt, so rows of 2,000 would be needed."""
+    """Tokens of 4 samples see their prompt of 1,000 tokens, so rows of 2,000 would have as many pairs."""
     requests = tuple(Request(tuple(range(1000)), seed, 500) for seed in range(4))
     needed = NeededWork.from_step(replace(step(0, {}), requests=requests))
     assert needed.row_tokens(10_000) == round(2 * needed.pairs / 3000 - 1) > 1800
@@ -141,19 +137,19 @@ def test_rows_that_share_nothing_are_not_longer_than_the_longest_sample():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_bare_training_loop_computes_what_a_step_needs(monkeypatch, ranks):
     """Two steps of 110 tokens with 2,454 pairs: rows of 44 tokens have as many pairs for each."""
-    asked = []
+    all_jobs = []
 
     def run(module, jobs, **_):
-        asked.extend(jobs)
+        all_jobs.extend(jobs)
         return [{"seconds": [4.0, 2.0], "micro_batch": 1, "matmul": 7.0} for _ in jobs]
 
     monkeypatch.setattr(limits, "run_jobs", run)
     steps = [step_of_shared_prompts()] * 2
     rate, peak, _ = training_limit(config(policy={"num_workers": ranks}), Path(), steps, threads=1)
     rows = 2 // ranks
-    assert [(job["rows"], job["row_tokens"]) for job in asked] == [(rows, 44)] * ranks
-    assert asked[0]["trained_share"] == pytest.approx(80 / 110)
-    # of 136 tokens, which count a prompt once for each sample, 110 are needed
+    assert [(job["rows"], job["row_tokens"]) for job in all_jobs] == [(rows, 44)] * ranks
+    assert all_jobs[0]["trained_share"] == pytest.approx(80 / 110)
+    # 136 tokens count each prompt once per sample; 110 are needed
     assert rate == pytest.approx(2 * 44 * (136 / 110) / 2.0) and peak == 7.0 * ranks
 
 
@@ -165,36 +161,32 @@ SPANS = {
 
 
 def test_shares_count_every_moment_once_and_add_up():
-    found = shares([step(0, SPANS), step(10, SPANS)])
-    assert found["share/generation"] == pytest.approx(0.5)
-    assert found["share/training"] == pytest.approx(0.3)
-    assert found["share/sync"] == pytest.approx(0.05)
-    assert found["share/scoring"] == pytest.approx(0.05)
-    assert found["share/reference"] == 0
-    assert found["share/overhead"] == pytest.approx(0.1)
-    assert found["overhead/step_s"] == pytest.approx(1.0)
-    assert sum(v for k, v in found.items() if k.startswith("share/")) == pytest.approx(1)
-    assert found["idle/rollout"] == pytest.approx(0.5)
-    assert found["idle/trainer"] == pytest.approx(0.65)
+    values = shares([step(0, SPANS), step(10, SPANS)])
+    assert values["share/generation"] == pytest.approx(0.5)
+    assert values["share/training"] == pytest.approx(0.3)
+    assert values["share/sync"] == pytest.approx(0.05)
+    assert values["share/scoring"] == pytest.approx(0.05)
+    assert values["share/reference"] == 0
+    assert values["share/overhead"] == pytest.approx(0.1)
+    assert values["overhead/step_s"] == pytest.approx(1.0)
+    assert sum(v for k, v in values.items() if k.startswith("share/")) == pytest.approx(1)
+    assert values["idle/rollout"] == pytest.approx(0.5)
+    assert values["idle/trainer"] == pytest.approx(0.65)
 
 
 def test_changes_of_turns_are_neither_part_of_the_weight_sync_nor_of_the_overhead():
-    """Of 10 s each: 1 s are nothing's, 0.7 s of them changes of turns; stop, travel and take are 0.13 s."""
-    parts = {
-        "time/sync_s": 1.3,
-        "time/sync_stop_s": 0.02,
-        "time/sync_travel_s": 0.1,
-        "time/sync_take_s": 0.01,
-    }
+    """1 s of each 10 s belongs to no stage; 0.7 s of it switches roles. Stop, travel and take are 0.13 s."""
+    parts = {"time/sync_s": 1.3, "time/sync_stop_s": 0.02}
+    parts |= {"time/sync_travel_s": 0.1, "time/sync_take_s": 0.01}
     turns = {"time/turn_policy_offload_s": 0.5, "time/turn_engines_wake_s": 0.2}
     steps = [step(10 * i, SPANS, **parts, **turns) for i in range(2)]
-    found = figured(steps)
-    assert found["sync/step_s"] == pytest.approx(0.13)
-    assert found["sync/bytes_per_s"] == pytest.approx(100 / 0.13)
-    assert found["share/turns"] == pytest.approx(0.07) and found["share/overhead"] == pytest.approx(0.03)
-    assert found["overhead/step_s"] == pytest.approx(0.3)
-    assert sum(v for k, v in found.items() if k.startswith("share/")) == pytest.approx(1)
-    assert set(found) <= set(FIGURES)
+    values = measure(steps)
+    assert values["sync/step_s"] == pytest.approx(0.13)
+    assert values["sync/bytes_per_s"] == pytest.approx(100 / 0.13)
+    assert values["share/turns"] == pytest.approx(0.07) and values["share/overhead"] == pytest.approx(0.03)
+    assert values["overhead/step_s"] == pytest.approx(0.3)
+    assert sum(v for k, v in values.items() if k.startswith("share/")) == pytest.approx(1)
+    assert set(values) <= set(FIGURES)
     long = [step(0, SPANS, **turns | {"time/turn_policy_reload_s": 9.0})]  # most of it behind other stages
     behind = shares(long)
     assert behind["share/overhead"] == pytest.approx(0) and behind["share/turns"] == pytest.approx(0.1)
@@ -203,25 +195,25 @@ def test_changes_of_turns_are_neither_part_of_the_weight_sync_nor_of_the_overhea
 def test_figures_by_hand():
     limits = MachineLimits(16.0, 24.0, 400.0)
     steps = [step(0, SPANS), step(10, SPANS)]
-    found = figured(steps, peak_flops=1000.0, limits=limits)
-    assert found["loop/step_s"] == 10 and found["loop/samples_per_s"] == 0.2
-    assert found["loop/tokens_per_s"] == 4.8 and found["loop/completion_tokens_per_s"] == 4.0
-    assert found["generation/tokens_per_s"] == 8.0 and found["of_limit/generation"] == 0.5
-    assert found["training/tokens_per_s"] == 16.0
-    assert found["of_limit/training"] == pytest.approx(2 / 3)
-    assert found["sync/bytes_per_s"] == 100.0 and found["of_limit/sync"] == 0.25
+    values = measure(steps, peak_flops=1000.0, limits=limits)
+    assert values["loop/step_s"] == 10 and values["loop/samples_per_s"] == 0.2
+    assert values["loop/tokens_per_s"] == 4.8 and values["loop/completion_tokens_per_s"] == 4.0
+    assert values["generation/tokens_per_s"] == 8.0 and values["of_limit/generation"] == 0.5
+    assert values["training/tokens_per_s"] == 16.0
+    assert values["of_limit/training"] == pytest.approx(2 / 3)
+    assert values["sync/bytes_per_s"] == 100.0 and values["of_limit/sync"] == 0.25
     work = training_flops(SHAPE, [(14, 10), (34, 30)]) - training_flops(SHAPE, [(4, 0)])  # one prompt of two
-    assert found["training/mfu"] == pytest.approx(work / 3.0 / 1000.0)
+    assert values["training/mfu"] == pytest.approx(work / 3.0 / 1000.0)
     # At the limits: 40 tokens / 16, 48 / 24, 100 bytes / 400.
-    assert found["limit/step_s"] == pytest.approx(2.5 + 2.0 + 0.25)
-    overlapped = figured(steps, limits=limits, overlapped=True)
+    assert values["limit/step_s"] == pytest.approx(2.5 + 2.0 + 0.25)
+    overlapped = measure(steps, limits=limits, overlapped=True)
     assert overlapped["limit/step_s"] == pytest.approx(2.5)
     assert overlapped["loop/step_over_limit"] == pytest.approx(4.0)
-    assert set(found) <= set(FIGURES)
+    assert set(values) <= set(FIGURES)
 
 
 def test_figures_of_episodes_are_means_over_turns_and_their_tools_are_part_of_generation():
-    """Six turns of four samples: 0.5 s and 0.2 s after each of 2 and 4."""
+    """Four samples have six turns: 0.5 s after each of 2 turns, 0.2 s after each of 4."""
     spans = SPANS | {"environment-0": [("act", 0.0, 9.0)]}
     turns = [(2.0, 0.5), (4.0, 0.2)]
     steps = [
@@ -229,13 +221,13 @@ def test_figures_of_episodes_are_means_over_turns_and_their_tools_are_part_of_ge
                                "throughput/episode_cached_share": 0.9})
         for i, (n, s) in enumerate(turns)
     ]  # fmt: skip
-    found = figured(steps)
-    assert found["episodes/turns"] == 1.5
-    assert found["episodes/tool_wait_s"] == pytest.approx((2 * 0.5 + 4 * 0.2) / 6)
-    assert found["episodes/cached_share"] == 0.9
+    values = measure(steps)
+    assert values["episodes/turns"] == 1.5
+    assert values["episodes/tool_wait_s"] == pytest.approx((2 * 0.5 + 4 * 0.2) / 6)
+    assert values["episodes/cached_share"] == 0.9
     plain = [step(10 * i, SPANS) for i in range(2)]
-    without = figured(plain)
-    assert {k: v for k, v in found.items() if not k.startswith("episodes/")} == without
+    without = measure(plain)
+    assert {k: v for k, v in values.items() if not k.startswith("episodes/")} == without
 
 
 def test_shared_prompts_and_changed_weights_are_means_over_the_steps_that_have_them():
@@ -243,9 +235,9 @@ def test_shared_prompts_and_changed_weights_are_means_over_the_steps_that_have_t
         step(0, SPANS, **{"throughput/packing_efficiency": 0.9, "sync/changed_share": 0.02}),
         step(10, SPANS, **{"throughput/packing_efficiency": 1.0}),
     ]
-    found = figured(steps)
-    assert found["training/needed_share"] == pytest.approx(0.95) and found["sync/changed_share"] == 0.02
-    without = figured([step(0, SPANS)])
+    values = measure(steps)
+    assert values["training/needed_share"] == pytest.approx(0.95) and values["sync/changed_share"] == 0.02
+    without = measure([step(0, SPANS)])
     assert not {"training/needed_share", "sync/changed_share"} & set(without)
 
 
@@ -255,14 +247,14 @@ def test_the_acceptance_length_is_weighted_by_the_drafts_of_each_step(capsys):
         step(10 * i, SPANS, **{"throughput/rollout_drafts": n, "throughput/rollout_accepted_tokens": right})
         for i, (n, right) in enumerate(counts)
     ]
-    found = figured(steps)
-    assert found["generation/acceptance_length"] == 1 + 60 / 40
-    print_result(result(figures=found))
-    said = capsys.readouterr().out
-    assert re.search(r"tokens that a pass gives a sample with a draft .* 2.50 tok", said)
-    assert re.search(r"peak memory of policy-0 .* 2,147.5 MB|peak memory of policy-0 .* 2.1 GB", said)
-    assert "limit, step: sum of the limits" in said
-    without = figured([step(0, SPANS)])
+    values = measure(steps)
+    assert values["generation/acceptance_length"] == 1 + 60 / 40
+    print_result(result(figures=values))
+    output = capsys.readouterr().out
+    assert re.search(r"mean acceptance length .* 2.50 tok", output)
+    assert re.search(r"peak memory of policy-0 .* 2,147.5 MB|peak memory of policy-0 .* 2.1 GB", output)
+    assert "limit, step: sum of the limits" in output
+    without = measure([step(0, SPANS)])
     assert "generation/acceptance_length" not in without
 
 
@@ -271,15 +263,15 @@ def test_given_tokens_are_of_a_samples_length_in_training_and_not_in_generation(
 
 
 def test_rows_left_out_of_training_do_not_count_as_work():
-    whole = figured([step(0, SPANS)], peak_flops=1.0)
+    whole = measure([step(0, SPANS)], peak_flops=1.0)
     half = step(0, SPANS, **{"train/tokens": 24.0})
-    found = figured([half], peak_flops=1.0)
-    assert found["training/mfu"] == pytest.approx(whole["training/mfu"] / 2)
-    assert not [key for key in found if key.startswith(("limit/", "of_limit/"))]
+    values = measure([half], peak_flops=1.0)
+    assert values["training/mfu"] == pytest.approx(whole["training/mfu"] / 2)
+    assert not [key for key in values if key.startswith(("limit/", "of_limit/"))]
 
 
 class OneSecond:
-    """Workers that report one busy second."""
+    """Usage of workers that report one busy second."""
 
     def __init__(self):
         self.latest = {}
@@ -301,74 +293,65 @@ def test_only_timed_steps_count_and_each_has_the_requests_it_was_trained_on():
     assert all(a.end == b.begin for a, b in pairwise(steps))
     assert all(s.metrics["time/rollout_sample_busy_s"] == 1.0 for s in steps)
     assert all(s.metrics["train/tokens"] == sum(r.tokens for r in s.requests) for s in steps)
-    asked = {seed for _, seeds, _ in world.sampled for seed in seeds}
-    drawn = [request.seed for s in recorder.steps for request in s.requests]
-    assert len(drawn) == len(set(drawn)) == 6 * 4 * 2 and set(drawn) == asked
+    sampled_seeds = {seed for _, seeds, _ in world.sampled for seed in seeds}
+    trained_seeds = [request.seed for s in recorder.steps for request in s.requests]
+    assert len(trained_seeds) == len(set(trained_seeds)) == 6 * 4 * 2 and set(trained_seeds) == sampled_seeds
 
 
 def result(**changes):
-    found = figured([step(0, SPANS)], peak_flops=1e6, limits=MachineLimits(16.0, 24.0, 400.0))
-    made = BenchResult(
+    values = measure([step(0, SPANS)], peak_flops=1e6, limits=MachineLimits(16.0, 24.0, 400.0))
+    base = BenchResult(
         name="made", config={"seed": 0}, machine={"cpu": "a", "cores": 2}, workload={
             "steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "completion_tokens_mean": 20.0,
         },
-        figures=found, limit_settings={"step": "sum of the limits"},
+        figures=values, limit_settings={"step": "sum of the limits"},
         actors=[ActorMemory(name, 2**30, 0) for name in ("rollout-0", "environment-0")]
         + [ActorMemory("policy-0", 2**31, 0)],
         steps=[{"seconds": 10.0}],
     )  # fmt: skip
-    return replace(made, **changes)
-
-
-def printed(function, *arguments):
-    console = Console(width=140, record=True, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    function(*arguments, console)
-    return console.export_text()
+    return replace(base, **changes)
 
 
 def test_a_result_reads_back_unchanged(tmp_path):
-    made = result(lengths=[3, 4], decode_steps=[DecodeStep(2, 17.5, 0.01)])
-    made.write(tmp_path / "bench.json")
-    assert BenchResult.read(tmp_path / "bench.json") == made
+    original = result(lengths=[3, 4], decode_steps=[DecodeStep(2, 17.5, 0.01)])
+    original.write(tmp_path / "bench.json")
+    assert BenchResult.read(tmp_path / "bench.json") == original
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
 
 def test_comparison_gives_ratios_of_b_to_a(tmp_path):
     a = result()
-    b = replace(
-        a,
-        figures={k: v * 2 for k, v in a.figures.items() if k != "training/mfu"},
-        workload=a.workload | {"steps": 3},
-    )
+    figures_b = {k: v * 2 for k, v in a.figures.items() if k != "training/mfu"}
+    b = replace(a, figures=figures_b, workload=a.workload | {"steps": 3})
     assert set(ratios(a.figures, b.figures).values()) == {2.0}
     a.write(tmp_path / "a.json")
     b.write(tmp_path / "b.json")
-    text = printed(compare, tmp_path / "a.json", tmp_path / "b.json")
+    with open("/dev/null", "w") as null:
+        console = Console(width=140, record=True, force_terminal=False, file=null)
+        compare(tmp_path / "a.json", tmp_path / "b.json", console)
+    text = console.export_text()
     row = next(line for line in text.splitlines() if "generation, of its limit" in line)
     assert "50.0 %" in row and "100.0 %" in row and "2.000" in row
     assert "–" in next(line for line in text.splitlines() if "FLOPs utilisation" in line)
     assert "workload: steps is 1 in A and 3 in B" in text
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ('{"schema": 99}', ["`schema` = 99", "schema 2", "measure again"]),
-        ('{"figures": {}}', ["no `schema`"]),
-        ("[]", ["no `schema`"]),
-        ('{"schema": 2, "figures": []}', ["`figures` is not a mapping", "measure again"]),
-        ('{"schema": 2, "figures": {"loop/step_s": "x"}}', ["`figures.loop/step_s` = 'x' is not a number"]),
-        ("not json", ["not JSON"]),
-        (None, ["cannot be read", "No such file"]),
-    ],
-)
+@pytest.mark.parametrize("content, words", [
+    ('{"schema": 99}', ["`schema` = 99", "schema 2", "measure again"]),
+    ('{"figures": {}}', ["no `schema`"]),
+    ("[]", ["no `schema`"]),
+    ('{"schema": 2, "figures": []}', ["`figures` is not a mapping", "measure again"]),
+    ('{"schema": 2, "figures": {"loop/step_s": "x"}}', ["`figures.loop/step_s` = 'x' is not a number"]),
+    ("not json", ["not JSON"]),
+    (None, ["cannot be read", "No such file"]),
+])  # fmt: skip
 def test_comparison_refuses_files_that_are_no_results(tmp_path, capsys, content, words):
     result().write(tmp_path / "a.json")
     if content is not None:
         (tmp_path / "b.json").write_text(content)
     assert main(["bench", "--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
-    said = capsys.readouterr().err
-    assert "b.json" in said and all(word in said for word in words)
+    error = capsys.readouterr().err
+    assert "b.json" in error and all(word in error for word in words)
 
 
 def test_bench_needs_a_configuration_or_two_results(tmp_path, capsys):
@@ -377,16 +360,13 @@ def test_bench_needs_a_configuration_or_two_results(tmp_path, capsys):
     assert capsys.readouterr().err.count("--compare A.json B.json alone") == 2
 
 
-@pytest.mark.parametrize(
-    "bench, words",
-    [
-        ({"lengths": {"kind": "lognormal"}}, "bench.lengths.lognormal.mean"),
-        ({"lengths": {"kind": "fixed", "mean": 3.0}}, "bench.lengths.fixed.mean"),
-        ({"lengths": {"kind": "natural", "tokens": 3}}, "bench.lengths.natural.tokens"),
-        ({"lengths": {"kind": "fixed", "tokens": 5}}, "`bench.lengths.tokens` = 5, "),
-        ({"warmup_steps": 0}, "greater than 0"),
-    ],
-)
+@pytest.mark.parametrize("bench, words", [
+    ({"lengths": {"kind": "lognormal"}}, "bench.lengths.lognormal.mean"),
+    ({"lengths": {"kind": "fixed", "mean": 3.0}}, "bench.lengths.fixed.mean"),
+    ({"lengths": {"kind": "natural", "tokens": 3}}, "bench.lengths.natural.tokens"),
+    ({"lengths": {"kind": "fixed", "tokens": 5}}, "`bench.lengths.tokens` = 5, "),
+    ({"warmup_steps": 0}, "greater than 0"),
+])  # fmt: skip
 def test_invalid_bench_settings_are_refused(bench, words):
     with pytest.raises(ValueError, match=words):
         config(bench=bench)  # sampling.max_new_tokens = 4
@@ -398,15 +378,12 @@ def test_a_repeat_takes_as_long_as_its_slowest_process_and_the_fastest_repeat_co
     assert fastest([*one_process, [[1.0, 4.0], [7.0, 5.5]]]) == 3.0 + 6.0
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (None, "no such file"),
-        ("{", "not JSON"),
-        ("{}", "expected an object with model_type"),
-        ('{"model_type": "qwen2", "vocab_size": 100}', "at least 107 for the tokenizer"),
-    ],
-)
+@pytest.mark.parametrize("content, words", [
+    (None, "no such file"),
+    ("{", "not JSON"),
+    ("{}", "expected an object with model_type"),
+    ('{"model_type": "qwen2", "vocab_size": 100}', "at least 107 for the tokenizer"),
+])  # fmt: skip
 def test_a_shape_that_cannot_be_used_is_refused(tmp_path, content, words):
     from grpo_dist.demo.model import random_model
 
@@ -437,44 +414,44 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     path.write_text(REAL.format(directory=tmp_path))
     assert main(["bench", str(path)]) == 0
     assert "loop, of its limit" in capsys.readouterr().out
-    found = BenchResult.read(tmp_path / "short/bench.json")
-    settings = Config.model_validate(found.config)
-    f = found.figures
-    # The work is known in advance: the lengths follow from the seeds.
+    bench = BenchResult.read(tmp_path / "short/bench.json")
+    settings = Config.model_validate(bench.config)
+    f = bench.figures
+    # The lengths follow from the seeds, so the work is known in advance.
     from grpo_dist.data.order import step_prompts
     from grpo_dist.runs.start import load_inputs
     from grpo_dist.runtime.seeds import request_seed
     from grpo_dist.tools.bench.lengths import lengths_of
 
-    known = load_inputs(settings, print).prompts
-    chosen = [(batch, known[i]) for batch in (1, 2) for i in step_prompts(len(known), 4, 0, batch)]
+    pool = load_inputs(settings, print).prompts
+    chosen = [(batch, pool[i]) for batch in (1, 2) for i in step_prompts(len(pool), 4, 0, batch)]
     lengths = [
         lengths_of([request_seed(0, batch, prompt.uid, i)], settings.bench.lengths, cap=16)[0]
         for batch, prompt in chosen
         for i in range(4)
     ]
-    assert found.workload["completion_tokens"] == sum(lengths)
-    assert sum(s["rollout/tokens"] for s in found.steps) == sum(lengths)
-    assert sum(s["throughput/rollout_tokens"] for s in found.steps) == sum(lengths)
-    seconds = sum(s["seconds"] for s in found.steps)
+    assert bench.workload["completion_tokens"] == sum(lengths)
+    assert sum(s["rollout/tokens"] for s in bench.steps) == sum(lengths)
+    assert sum(s["throughput/rollout_tokens"] for s in bench.steps) == sum(lengths)
+    seconds = sum(s["seconds"] for s in bench.steps)
     prompt_tokens = sum(4 * len(prompt.token_ids) for _, prompt in chosen)
     assert f["loop/tokens_per_s"] * seconds == pytest.approx(sum(lengths) + prompt_tokens)
-    assert sum(s["train/tokens"] for s in found.steps) == sum(lengths) + prompt_tokens
+    assert sum(s["train/tokens"] for s in bench.steps) == sum(lengths) + prompt_tokens
     shares = {key: value for key, value in f.items() if key.startswith("share/")}
     assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
     assert 0 < f["idle/rollout"] < 1 and 0 < f["idle/trainer"] < 1
     assert f["share/generation"] == pytest.approx(1 - f["idle/rollout"], abs=0.05)
     assert f["sync/bytes"] == pytest.approx(4 * 823_424, rel=0.01)  # parameters of demo:tiny, tied
-    # Of groups done first, weight deltas, shared GPUs and drafts.
+    # Only with completion order, weight deltas, colocated roles and drafts.
     elsewhere = (
         "episodes/", "tail/waited_steps", "tail/length_bias",
         "sync/changed_share", "share/turns", "generation/acceptance_length",
     )  # fmt: skip
     assert set(f) == {key for key in FIGURES if not key.startswith(elsewhere)}
     assert all(math.isfinite(value) and value >= 0 for value in f.values())
-    assert {a.name for a in found.actors} == {"rollout-0", "reward-0", "policy-0"}
-    assert all(a.peak_bytes > 100e6 for a in found.actors)
-    assert found.lengths == lengths
-    assert {s.sequences for s in found.decode_steps} == {1, 4, 16, 64, 256} and len(found.decode_steps) == 10
+    assert {a.name for a in bench.actors} == {"rollout-0", "reward-0", "policy-0"}
+    assert all(a.peak_bytes > 100e6 for a in bench.actors)
+    assert bench.lengths == lengths
+    assert {s.sequences for s in bench.decode_steps} == {1, 4, 16, 64, 256} and len(bench.decode_steps) == 10
     longest = max(len(prompt.token_ids) for _, prompt in chosen)
-    assert all(0 < s.seconds < 10 and s.context > longest for s in found.decode_steps)
+    assert all(0 < s.seconds < 10 and s.context > longest for s in bench.decode_steps)

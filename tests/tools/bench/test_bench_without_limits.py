@@ -1,4 +1,4 @@
-"""A benchmark keeps what the loop measured where its limits cannot be measured."""
+"""A benchmark keeps the measurements of the loop where its limits cannot be measured."""
 
 import json
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ DECODER = {
 
 
 @pytest.fixture
-def benched(tmp_path, monkeypatch):
+def run_bench(tmp_path, monkeypatch):
     """Return a function that runs a benchmark whose loop takes no time, on a cluster with ``gpus``."""
 
     def run_with(gpus=0):
@@ -38,26 +38,26 @@ def benched(tmp_path, monkeypatch):
     return run_with
 
 
-def test_a_limit_that_fails_leaves_the_result_without_it(benched, monkeypatch, capsys):
+def test_a_limit_that_fails_leaves_the_result_without_it(run_bench, monkeypatch, capsys):
     def run_jobs(measure, jobs, **_):
         if measure is limits.measure_sync:
             return [[0.5] * 2 for _ in jobs]
         raise RuntimeError(f"{measure.__name__}: exit code 1; CUDA out of memory")
 
     monkeypatch.setattr(limits, "run_jobs", run_jobs)
-    found = benched().figures
-    assert found["loop/step_s"] == 10 and found["limit/sync_bytes_per_s"] == 200
-    assert found["of_limit/sync"] == pytest.approx(0.5)
-    known = {key for key in found if key.startswith(("limit/", "of_limit/", "loop/step_over"))}
-    assert known == {"limit/sync_bytes_per_s", "limit/sync_step_s", "of_limit/sync"}
-    said = capsys.readouterr().out
+    values = run_bench().figures
+    assert values["loop/step_s"] == 10 and values["limit/sync_bytes_per_s"] == 200
+    assert values["of_limit/sync"] == pytest.approx(0.5)
+    limit_keys = {key for key in values if key.startswith(("limit/", "of_limit/", "loop/step_over"))}
+    assert limit_keys == {"limit/sync_bytes_per_s", "limit/sync_step_s", "of_limit/sync"}
+    output = capsys.readouterr().out
     for what in ("generation", "training"):
-        assert f"warning: {what}: no limit was measured" in said
-    assert "CUDA out of memory" in said
+        assert f"warning: {what}: no limit was measured" in output
+    assert "CUDA out of memory" in output
 
 
-def test_limits_of_a_cluster_with_gpus_are_not_measured_on_a_machine_without(benched, monkeypatch, capsys):
+def test_limits_of_a_cluster_with_gpus_are_not_measured_on_a_machine_without(run_bench, monkeypatch, capsys):
     monkeypatch.setattr(limits, "run_jobs", lambda *_, **__: pytest.fail("a limit was measured"))
-    found = benched(gpus=8)
-    assert found.figures["loop/step_s"] == 10 and not found.limit_settings
+    result = run_bench(gpus=8)
+    assert result.figures["loop/step_s"] == 10 and not result.limit_settings
     assert "this machine has no GPUs, and the cluster has 8" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What a peer gets to do is the work of `grpo-dist bench`."""
+"""A peer gets the same work as `grpo-dist bench`."""
 
 import asyncio
 import importlib.util
@@ -24,7 +24,7 @@ def peers():
     return module
 
 
-class Asked:
+class RecordingRollouts:
     """A rollouts handle that only records its requests."""
 
     def __init__(self):
@@ -42,14 +42,13 @@ def test_a_peers_completions_are_as_long_as_those_of_the_benchmark(peers, overri
         seeds = [
             request_seed(config.seed, step, prompt.uid, i) for i in range(config.batch.samples_per_prompt)
         ]
-        asked = Asked()
-        asyncio.run(ForcedLengths(asked, config.bench.lengths).sample(prompt, seeds=seeds, sampling=sampling))
-        assert peers._lengths(config, prompt.uid, step) == [asked.lengths[seed] for seed in seeds]
+        fake = RecordingRollouts()
+        asyncio.run(ForcedLengths(fake, config.bench.lengths).sample(prompt, seeds=seeds, sampling=sampling))
+        assert peers._lengths(config, prompt.uid, step) == [fake.lengths[seed] for seed in seeds]
 
 
 @pytest.mark.parametrize(
-    "override, words",
-    [("data.order=length", "data.order = length"), ("data.train.0.weight=2", "weight = 2")],
+    "override, words", [("data.order=length", "data.order = length"), ("data.train.0.weight=2", "weight = 2")]
 )
 def test_an_order_that_a_peer_cannot_follow_is_refused(peers, override, words):
     with pytest.raises(ValueError, match=words):

@@ -32,65 +32,62 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
 def results(*overrides, cluster=None):
-    found = {}
+    items = {}
     for f in run_checks(load_config("config.yaml", overrides), cluster=cluster):
-        found[f.name] = replace(f, detail=f"{found[f.name].detail}; {f.detail}") if f.name in found else f
-    return found
+        items[f.name] = replace(f, detail=f"{items[f.name].detail}; {f.detail}") if f.name in items else f
+    return items
 
 
-def wrong(found):
-    return {name: result.detail for name, result in found.items() if result.problem}
+def wrong(checks):
+    return {name: result.detail for name, result in checks.items() if result.problem}
 
 
 def test_a_valid_run_passes_and_nothing_is_started(here, capsys):
     assert main(["check", "config.yaml", "algorithm.kl.coef=0.1"]) == 0
-    told = capsys.readouterr().out
-    lines = [line.partition(":")[0] for line in told.splitlines() if line.startswith(("ok  ", "FIX "))]
+    output = capsys.readouterr().out
+    lines = [line.partition(":")[0] for line in output.splitlines() if line.startswith(("ok  ", "FIX "))]
     assert [line[4:] for line in lines] == [
         n for n in CHECKS if n not in ("cold start", "environments", "own code")
     ]
     assert all(line.startswith("ok  ") for line in lines)
-    assert told.splitlines()[-1] == "13 checks passed"
-    assert "4 prompts x 2 samples = 8 samples a step" in told
-    assert "name: run" not in told  # the resolved configuration is printed on request
-    assert "a right and a wrong answer get math 1 and 0" in told
-    assert "whose answer is '1':" in told and "| <|user|>" in told  # through the chat template
+    assert output.splitlines()[-1] == "13 checks passed"
+    assert "4 prompts x 2 samples = 8 samples a step" in output
+    assert "name: run" not in output  # the resolved configuration is printed only on request
+    assert "a right and a wrong answer get math 1 and 0" in output
+    assert "whose answer is '1':" in output and "| <|user|>" in output  # through the chat template
     for role in ("policy: ", "rollout: ", "reference: "):
-        assert f"\n    {role}" in told
+        assert f"\n    {role}" in output
     assert not (here / "runs").exists()
 
 
 def test_all_problems_are_reported_at_once(here, capsys, monkeypatch):
     monkeypatch.setattr(check.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert main(["check", "config.yaml", "data.train.0.path=missing.jsonl", "rollout.num_workers=99"]) == 2
-    told, error = capsys.readouterr()
+    output, error = capsys.readouterr()
     names = "data, placement, memory, disk, shared memory"
-    assert f"\nerror: 5 things to fix, marked FIX above: {names}\n" in error and "FIX" not in told
-    assert (told + error).count("missing.jsonl: no such file") == 1
+    assert f"\nerror: 5 things to fix, marked FIX above: {names}\n" in error and "FIX" not in output
+    assert (output + error).count("missing.jsonl: no such file") == 1
     for words in (
-        "placement: `rollout.num_workers` = 99 but the cluster has",
-        "memory: all together ",
-        "disk: 0.1 GiB free in",
-        "lower `checkpoint.keep`",
-        "shared memory: 0.1 of 0.1 GiB free in /dev/shm",
+        "placement: `rollout.num_workers` = 99 but the cluster has", "memory: all together ",
+        "disk: 0.1 GiB free in", "lower `checkpoint.keep`", "shared memory: 0.1 of 0.1 GiB free in /dev/shm",
         "--shm-size=8g",
-    ):
-        assert (told + error).count(words) == 1
-    assert "\n--  reward: not checked: the data cannot be read" in told and "\nok  trackers" in told
-    assert "\n--  prompts: not checked: the data cannot be read" in told
+    ):  # fmt: skip
+        assert (output + error).count(words) == 1
+    assert "\n--  reward: not checked: the data cannot be read" in output and "\nok  trackers" in output
+    assert "\n--  prompts: not checked: the data cannot be read" in output
 
 
 def test_a_missing_model_missing_data_and_a_misspelt_reward_are_three_problems(here, capsys):
     bad = ["model.path=/no/such/model", "rewards.functions=[{function: maths}, {function: formats}]"]
     files = ["data.train=[{path: gone.jsonl}, {path: lost.jsonl}]", "data.eval=[{path: away.jsonl}]"]
     assert main(["check", "config.yaml", *bad, *files]) == 2
-    told, error = capsys.readouterr()
+    output, error = capsys.readouterr()
     assert "\nerror: 6 things to fix, marked FIX above: " in error
     for words in ("gone.jsonl", "lost.jsonl", "away.jsonl", "'maths'", "'formats'"):
         assert error.count(words) == 1
     assert error.count("/no/such/model") == 1
     for name in ("memory", "disk"):
-        assert f"\n--  {name}: not checked: the model cannot be read" in told
+        assert f"\n--  {name}: not checked: the model cannot be read" in output
 
 
 def test_golds_that_are_no_mathematics_are_named_by_file_and_row(here):
@@ -112,13 +109,13 @@ def test_a_run_that_would_resume_is_checked_too(here):
     write_manifest(checkpoint)
     resumes = f"resumes from step 3 of {config.steps}, {checkpoint}"
     assert results()["resume"].detail == resumes
-    told = results(*other)["resume"]
-    assert not told.problem and f"{resumes}, with another layout (`policy.zero_stage` = 1 was" in told.detail
+    item = results(*other)["resume"]
+    assert not item.problem and f"{resumes}, with another layout (`policy.zero_stage` = 1 was" in item.detail
     newer = shutil.copytree(checkpoint, "runs/run/checkpoints/step_000004")
     (Path(newer) / "config.yaml").write_text("damaged later\n")
-    told = results()["resume"]
-    assert not told.problem and told.detail.startswith(resumes)
-    assert f"warning: damaged checkpoint, not used: {newer}: config.yaml has 14 bytes" in told.detail
+    item = results()["resume"]
+    assert not item.problem and item.detail.startswith(resumes)
+    assert f"warning: damaged checkpoint, not used: {newer}: config.yaml has 14 bytes" in item.detail
     (checkpoint / "state.json").write_text("{}")
     assert "all checkpoints of this run are damaged" in wrong(results())["resume"]
     (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
@@ -158,7 +155,7 @@ def test_a_remote_cluster_is_checked_by_its_data_sheet(here):
 
 
 def test_only_gpus_visible_to_this_process_count(monkeypatch):
-    """The driver lists all GPUs of a shared machine, including those of others."""
+    """The driver lists all GPUs of a shared machine, also GPUs of other users."""
     driver = {
         "nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetCount": lambda: 8,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
@@ -175,26 +172,26 @@ def test_only_gpus_visible_to_this_process_count(monkeypatch):
 @pytest.mark.slow
 def test_a_reward_that_raises_and_one_that_prefers_wrong_answers_are_found(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
-    found = results("rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"code_paths=[{here}]")
-    said = wrong(found)["reward"]
-    assert f"not scored: reward mine:broken: ZeroDivisionError: division by zero ({here}/mine.py:2 in" in said
+    items = results("rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"code_paths=[{here}]")
+    text = wrong(items)["reward"]
+    assert f"not scored: reward mine:broken: ZeroDivisionError: division by zero ({here}/mine.py:2 in" in text
     write("train.jsonl", [{"problem": f"{i} + 1", "answer": "-987654321"} for i in range(20)])
-    assert "the right one must get more" in wrong(results())["reward"]
+    assert "the right answer must score higher" in wrong(results())["reward"]
 
 
 @pytest.mark.slow
 @pytest.mark.machine
 def test_a_reward_whose_right_answers_are_not_known_is_not_reported_as_wrong(here, monkeypatch):
     """Weights that prefer a wrong answer are still found."""
-    monkeypatch.setattr(UnitTests, "check", lambda self, *, max_new_tokens: None)  # has a test of its own
+    monkeypatch.setattr(UnitTests, "check", lambda self, *, max_new_tokens: None)  # tested elsewhere
     write("train.jsonl", [row | {"tests": ["assert f(2) == 4"]} for row in GOOD])
     data = "data.train=[{path: train.jsonl, columns: [tests]}]"
     code = "{function: unit_tests, kwargs: {sandbox: {call_s: 100, episode_s: 100}}}"
-    found = results(data, f"rewards.functions=[{code}, {{function: format, weight: 0.1}}]")
-    assert found["reward"].skipped and not wrong(found)
-    assert found["reward"].detail.startswith("no right answer to `unit_tests` is known before a run")
-    found = results(data, f"rewards.functions=[{code}, {{function: math, weight: -1.0}}]")
-    assert "the right one must get more in all" in wrong(found)["reward"]
+    checks = results(data, f"rewards.functions=[{code}, {{function: format, weight: 0.1}}]")
+    assert checks["reward"].skipped and not wrong(checks)
+    assert checks["reward"].detail.startswith("no right answer to `unit_tests` is known before a run")
+    checks = results(data, f"rewards.functions=[{code}, {{function: math, weight: -1.0}}]")
+    assert "the right answer must score higher" in wrong(checks)["reward"]
 
 
 @pytest.mark.slow
@@ -203,75 +200,63 @@ def test_every_source_with_wrong_rewards_is_reported_with_those_only_evaluated(h
     write("other.jsonl", GOOD)
     write("held.jsonl", [{"problem": f"{i} - 1", "answer": str(i - 1)} for i in range(20, 25)])
     wrong_one = "{functions: [{function: 'mine:mine'}]}"
-    of_two = results(
+    checks = results(
         "data.train=[{path: train.jsonl}, {path: other.jsonl}]",
         "data.eval=[{path: held.jsonl}]",
         f"rewards.by_source={{train: {wrong_one}, held: {wrong_one}}}",
         f"code_paths=[{here}]",
     )
-    said = wrong(of_two)["reward"]
-    assert "source train: " in said and "source held: " in said and "source other" not in said
+    problem = wrong(checks)["reward"]
+    assert "source train: " in problem and "source held: " in problem and "source other" not in problem
 
 
 def test_a_run_scored_only_by_reward_models_is_not_reported_as_ok(here, monkeypatch):
     monkeypatch.setattr("grpo_dist.runs.prepare.check_model", lambda model: None)
-    found = results("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
-    assert found.skipped and "reward models are not asked" in found.detail
-    of_a_source = "rewards.by_source={train: {functions: [], models: [judge]}}"
-    found = results("rewards.models=[{name: judge, path: x/y}]", of_a_source)["reward"]
-    assert found.skipped and "source train: reward models are not asked" in found.detail
+    reward = results("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
+    assert reward.skipped and "reward models are not asked" in reward.detail
+    by_source = "rewards.by_source={train: {functions: [], models: [judge]}}"
+    reward = results("rewards.models=[{name: judge, path: x/y}]", by_source)["reward"]
+    assert reward.skipped and "source train: reward models are not asked" in reward.detail
 
 
 @pytest.mark.slow
 def test_settings_that_every_gpu_rank_refuses_are_refused_without_gpus(here, monkeypatch):
     assert not wrong(results("policy.zero_stage=0"))
-    said = wrong(results("policy.zero_stage=0", cluster="1x8xH100"))["settings"]
-    assert "`policy.zero_stage` = 0 with bfloat16" in said
+    problem = wrong(results("policy.zero_stage=0", cluster="1x8xH100"))["settings"]
+    assert "`policy.zero_stage` = 0 with bfloat16" in problem
     monkeypatch.setattr("actors.connection.fit", lambda config: Fit("as the cluster says", 8))
-    there = results("policy.zero_stage=0", "weight_sync.backend=nccl", "cluster.address=head:6379")
-    assert "`policy.zero_stage` = 0 with bfloat16" in wrong(there)["settings"]
-    assert "nccl" not in wrong(there)["settings"]  # the cluster has it, this machine does not
+    remote = results("policy.zero_stage=0", "weight_sync.backend=nccl", "cluster.address=head:6379")
+    assert "`policy.zero_stage` = 0 with bfloat16" in wrong(remote)["settings"]
+    assert "nccl" not in wrong(remote)["settings"]  # the cluster has it, this machine does not
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    slow_after(
-        [
-            (["policy.deepspeed.zero_optimization={bucket: 3}"], "zero_optimization.bucket` = 3: DeepSpeed"),
-            (
-                ["policy.deepspeed.zero_optimization={reduce_bucket_size: big}"],
-                "zero_optimization.reduce_bucket_size` = 'big': DeepSpeed refuses it",
-            ),
-            (
-                ["policy.deepspeed.zero_optimization={reduce_bucket_size: true}"],
-                "zero_optimization.reduce_bucket_size` = true is not a number",
-            ),
-            (
-                ["policy.deepspeed.zero_optimization={api_key: SESAME}"],
-                "zero_optimization.api_key` = ***: DeepSpeed refuses it",
-            ),
-            (["policy.deepspeed.gradient_allreduce_op=sum"], "would scale gradients"),
-            (["policy.deepspeed.data_types={grad_accum_dtype: bf16}"], "is set by model.dtype"),
-            (["model.attention=flash_attention_2"], "flash_attention_2 on cpu"),
-        ],
-        3,
-    ),
-)
+@pytest.mark.parametrize(("overrides", "words"), slow_after([
+    (["policy.deepspeed.zero_optimization={bucket: 3}"], "zero_optimization.bucket` = 3: DeepSpeed"),
+    (["policy.deepspeed.zero_optimization={reduce_bucket_size: big}"],
+     "zero_optimization.reduce_bucket_size` = 'big': DeepSpeed refuses it"),
+    (["policy.deepspeed.zero_optimization={reduce_bucket_size: true}"],
+     "zero_optimization.reduce_bucket_size` = true is not a number"),
+    (["policy.deepspeed.zero_optimization={api_key: SESAME}"],
+     "zero_optimization.api_key` = ***: DeepSpeed refuses it"),
+    (["policy.deepspeed.gradient_allreduce_op=sum"], "would scale gradients"),
+    (["policy.deepspeed.data_types={grad_accum_dtype: bf16}"], "is set by model.dtype"),
+    (["model.attention=flash_attention_2"], "flash_attention_2 on cpu"),
+], 3))  # fmt: skip
 def test_settings_that_ranks_refuse_are_refused_before_the_start(here, overrides, words):
     assert words in wrong(results(*overrides))["settings"]
 
 
 @pytest.mark.slow
 def test_a_model_whose_heads_cannot_be_divided_is_refused_before_loading(here):
-    own = ["policy.sequence_parallel=5", "policy.num_workers=5", "batch.prompts_per_step=5"]
-    found = wrong(results(*own, "rollout.tensor_parallel_size=5", cluster="1x8xH100"))
-    assert "policy.sequence_parallel = 5: the model has" in found["model"]
+    overrides = ["policy.sequence_parallel=5", "policy.num_workers=5", "batch.prompts_per_step=5"]
+    failures = wrong(results(*overrides, "rollout.tensor_parallel_size=5", cluster="1x8xH100"))
+    assert "policy.sequence_parallel = 5: the model has" in failures["model"]
 
 
 @pytest.mark.slow
 def test_a_model_without_experts_has_no_routes_to_replay(here):
-    found = wrong(results("policy.router_replay=true"))
-    assert "policy.router_replay: qwen2 has no experts; it replays mixtral" in found["model"]
+    failures = wrong(results("policy.router_replay=true"))
+    assert "policy.router_replay: qwen2 has no experts; it replays mixtral" in failures["model"]
 
 
 @pytest.mark.slow
@@ -280,9 +265,9 @@ def test_a_model_that_mixes_tokens_outside_of_attention_needs_gpus(here):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
     more = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 512, "pad_token_id": 0}
     (here / "lfm2.json").write_text(json.dumps(shape | sizes | more))
-    own = "model.path=random:lfm2.json"
-    assert "it has layers of type conv, which vLLM's CPU build does not" in wrong(results(own))["model"]
-    assert "conv" not in wrong(results(own, cluster="1x8xH100")).get("model", "")
+    override = "model.path=random:lfm2.json"
+    assert "it has layers of type conv, which vLLM's CPU build does not" in wrong(results(override))["model"]
+    assert "conv" not in wrong(results(override, cluster="1x8xH100")).get("model", "")
 
 
 @pytest.mark.slow
@@ -290,11 +275,11 @@ def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     sft = "sft={model: 'demo:tiny', data: [{path: 'demo:add3', examples: 50}, {path: pairs.jsonl}]}"
     assert "pairs.jsonl" in wrong(results("model.path=sft", sft))["cold start"]
     write("pairs.jsonl", [{"prompt": "1+1=", "completion": "2"}])
-    found = results("model.path=sft", sft)
-    assert not wrong(found) and "51 demonstrations of up to" in found["cold start"].detail
-    assert "\n    cold start, before all others: " in found["memory"].detail
-    assert "\n    as an sft stage of a pipeline: policy: " in found["memory"].detail
-    # Of a model that is trained already nothing is read: how long its rows are no longer matters.
+    checks = results("model.path=sft", sft)
+    assert not wrong(checks) and "51 demonstrations of up to" in checks["cold start"].detail
+    assert "\n    cold start, before all others: " in checks["memory"].detail
+    assert "\n    as an sft stage of a pipeline: policy: " in checks["memory"].detail
+    # If the model is trained already, no rows are read: their lengths no longer matter.
     settings = load_config("config.yaml", ["model.path=sft", sft]).sft
     model_dir = sft_model(settings, None, print)
     tokenizer = load_tokenizer(model_dir, False)
@@ -314,8 +299,8 @@ def test_an_interrupted_download_is_found_by_its_index(here):
             (copy / file.name).write_bytes(file.read_bytes())
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    said = wrong(results("model.path=./model"))["model"]
-    assert "1 of 2 weight files are missing, e.g. model-00002-of-00002.safetensors" in said
+    problem = wrong(results("model.path=./model"))["model"]
+    assert "1 of 2 weight files are missing, e.g. model-00002-of-00002.safetensors" in problem
 
 
 @pytest.mark.slow
@@ -328,24 +313,24 @@ def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeyp
         return "0.1" if name == "deepspeed" else real(name)
 
     monkeypatch.setattr(check.metadata, "version", version)
-    said = wrong(results())["versions"]
-    assert "deepspeed is 0.1, needed is <0.20,>=0.19" in said and "wandb>=0.31 is not installed" in said
+    problem = wrong(results())["versions"]
+    assert "deepspeed is 0.1, needed is <0.20,>=0.19" in problem and "wandb>=0.31 is not installed" in problem
 
 
 @pytest.mark.slow
 def test_offloaded_states_must_fit_into_host_memory(here, monkeypatch):
     gib = 2**30
     monkeypatch.setattr(check, "this_machine", lambda: parse_cluster("1x2xH100"))
-    own = ["model.path=Qwen/Qwen2.5-7B-Instruct", "policy.offload.optimizer=cpu", "policy.zero_stage=2",
+    overrides = ["model.path=Qwen/Qwen2.5-7B-Instruct", "policy.offload.optimizer=cpu", "policy.zero_stage=2",
            "model.dtype=bfloat16", "model.gradient_checkpointing=true"]  # fmt: skip
-    needed = (16 + 14) * 7_615_616_512 / gib  # states, and the copy of a checkpoint that is being written
+    needed = (16 + 14) * 7_615_616_512 / gib  # states, and the copy that a checkpoint is written from
     for has, fits in ((256, True), (64, False)):
         memory = namedtuple("Memory", ["total"])(has * gib)
         monkeypatch.setattr(check.psutil, "virtual_memory", lambda memory=memory: memory)
-        found = results(*own)["memory"]
-        assert f"in host memory {needed:.1f} of this machine's {has}.0" in found.detail
-        assert found.problem is not fits
-        assert ("`policy.offload`" in found.detail) is not fits
+        outcome = results(*overrides)["memory"]
+        assert f"in host memory {needed:.1f} of this machine's {has}.0" in outcome.detail
+        assert outcome.problem is not fits
+        assert ("`policy.offload`" in outcome.detail) is not fits
 
 
 def test_a_reward_model_must_fit_too(here, tmp_path):
@@ -354,42 +339,39 @@ def test_a_reward_model_must_fit_too(here, tmp_path):
         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(large))
-    own = f"rewards.models=[{{name: judge, path: {tmp_path}}}]"
-    said = wrong(results(own, cluster="1x3xH100"))["memory"]
-    assert "reward model judge: a worker needs " in said and "use a smaller model" in said
+    override = f"rewards.models=[{{name: judge, path: {tmp_path}}}]"
+    problem = wrong(results(override, cluster="1x3xH100"))["memory"]
+    assert "reward model judge: a worker needs " in problem and "use a smaller model" in problem
 
 
 @pytest.mark.slow
 def test_checks_of_this_machine_are_labelled_if_the_run_goes_elsewhere(here, monkeypatch):
-    own, other = results(), results(cluster="1x1xH100")
+    local, remote = results(), results(cluster="1x1xH100")
     for name in ("disk", "shared memory"):
-        assert other[name].detail.startswith(ELSEWHERE)
-        assert not own[name].detail.startswith("on this machine")
+        assert remote[name].detail.startswith(ELSEWHERE)
+        assert not local[name].detail.startswith("on this machine")
     monkeypatch.setattr(check.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert {"disk", "shared memory"} <= wrong(results()).keys()
-    there = results(cluster="1x1xH100")
-    assert not {"disk", "shared memory"} & wrong(there).keys()  # a note: the run's nodes have other disks
-    assert str(there["disk"]).startswith(f"??  disk: {ELSEWHERE}0.1 GiB free in")
+    full_disk = results(cluster="1x1xH100")
+    assert not {"disk", "shared memory"} & wrong(full_disk).keys()  # a note: nodes have other disks
+    assert str(full_disk["disk"]).startswith(f"??  disk: {ELSEWHERE}0.1 GiB free in")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("tokenizer.json", '{"version": "1.0"}'),
-        ("tokenizer.json", "[]"),
-        ("tokenizer_config.json", "[]"),
-        ("config.json", "[]"),
-        ("config.json", "{bad"),
-        ("config.json", '{"model_type": "qwen2", "hidden_size": "x"}'),
-    ],
-)
+@pytest.mark.parametrize(("file", "text"), [
+    ("tokenizer.json", '{"version": "1.0"}'),
+    ("tokenizer.json", "[]"),
+    ("tokenizer_config.json", "[]"),
+    ("config.json", "[]"),
+    ("config.json", "{bad"),
+    ("config.json", '{"model_type": "qwen2", "hidden_size": "x"}'),
+])  # fmt: skip
 def test_a_damaged_model_file_is_one_problem(here, file, text):
     config = load_config("config.yaml")
-    made = resolve_model(config.model, config.sft, config.seed, lambda _: None, train_first=False)
-    model = shutil.copytree(made, here / "own-model")
+    source = resolve_model(config.model, config.sft, config.seed, lambda _: None, train_first=False)
+    model = shutil.copytree(source, here / "own-model")
     (model / file).write_text(text)
-    found = results(f"model.path={model}")
-    assert set(wrong(found)) == {"prompts" if "tokenizer" in file else "model"}
-    assert str(model.name) in next(iter(wrong(found).values()))
-    assert not found["trackers"].problem  # later checks still ran
+    checks = results(f"model.path={model}")
+    assert set(wrong(checks)) == {"prompts" if "tokenizer" in file else "model"}
+    assert str(model.name) in next(iter(wrong(checks).values()))
+    assert not checks["trackers"].problem  # later checks still ran

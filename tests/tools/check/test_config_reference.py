@@ -3,19 +3,14 @@
 import re
 
 import pytest
-from pydantic import BaseModel
 
 from grpo_dist.config import Config
 from grpo_dist.config.base import tagged_unions
 from grpo_dist.config.files import checked
-from grpo_dist.tools.config_reference import PAGE, Key, anchor, keys, main, meaning, page, sections
+from grpo_dist.tools.config_reference import PAGE, anchor, keys, main, meaning, page, sections
 from grpo_dist.tools.recipe.config import PipelineFile
 
 ROOTS = (Config, PipelineFile)
-
-
-def every_key(root: type[BaseModel]) -> list[Key]:
-    return [key for prefix, section in sections(root) for key in keys(section, prefix)]
 
 
 def row(path: str) -> list[str]:
@@ -32,9 +27,9 @@ def test_the_page_is_made_from_the_code():
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_every_key_has_a_meaning(root):
-    found = every_key(root)
-    assert [key.path for key in found if len(meaning(key)) < 5] == []
-    assert not [key.path for key in found if "\n" in meaning(key)]
+    all_keys = [key for prefix, section in sections(root) for key in keys(section, prefix)]
+    assert [key.path for key in all_keys if len(meaning(key)) < 5] == []
+    assert not [key.path for key in all_keys if "\n" in meaning(key)]
 
 
 def test_the_page_has_a_row_for_every_key_that_a_dumped_configuration_has():
@@ -48,16 +43,16 @@ def test_the_page_has_a_row_for_every_key_that_a_dumped_configuration_has():
     }
     dumped = checked(filled, "test", Config).model_dump(mode="json")
     text = PAGE.read_text()
-    shown = set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
+    page_keys = set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
     for heading in re.findall(r"^### (.+)$", text, re.MULTILINE):
-        shown |= set(re.findall(r"`([^`]+)`", heading))
-    same = {"data.eval.N": "data.train.N", "sft.data.N": "demonstrations.data.N"}  # a table for both
+        page_keys |= set(re.findall(r"`([^`]+)`", heading))
+    same = {"data.eval.N": "data.train.N", "sft.data.N": "demonstrations.data.N"}  # share one table
     one_place = {
         next((path.replace(a, b) for a, b in same.items() if path.startswith(f"{a}.")), path)
         for path in paths(dumped)
     }
     chosen = {".".join((*path, union[0].tag)).replace("*", "N") for path, union in tagged_unions(Config)}
-    assert len(one_place) > 150 and one_place - shown == chosen & one_place  # names are values of the section
+    assert len(one_place) > 150 and one_place - page_keys == chosen & one_place  # tags: values of a section
 
 
 def paths(value, prefix=""):
@@ -76,11 +71,8 @@ def test_documented_values_ranges_and_defaults_are_those_of_the_code():
     names, default = row("algorithm.advantage")[1:3]
     assert names.startswith("[name](#algorithmadvantage-datatrainnalgorithmadvantage") and default == "`grpo`"
     assert "\n| `policy_gradient`, `topr`, `topr_token` | | Losses without settings. |\n" in PAGE.read_text()
-    assert row("algorithm.loss.tau_negative")[1:] == [
-        "> 0",
-        "`1.05`",
-        "sapo: temperature for negative advantages",
-    ]
+    tau = row("algorithm.loss.tau_negative")
+    assert tau[1:] == ["> 0", "`1.05`", "sapo: temperature for negative advantages"]
     assert row("weight_sync.mode")[1:3] == ["`drain`, `keep`", "`drain`"]
     assert row("model.path")[1:3] == ["text", "required"]
     assert row("rewards.functions")[2] == "`[{function: math}]`"

@@ -17,8 +17,8 @@ def result(directory, model, problems, settings=None):
     (directory / "result.json").write_text(json.dumps(report))
     rows = [
         {"set": name, "uid": f"{name}-{i}", "problem": f"problem {i}", "values": values}
-        for name, own in problems.items()
-        for i, values in enumerate(own)
+        for name, per_problem in problems.items()
+        for i, values in enumerate(per_problem)
     ]
     (directory / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
@@ -59,26 +59,26 @@ def test_the_random_sign_test_agrees_with_the_exact_one_and_is_reproducible():
 
 def test_for_single_samples_both_tests_are_the_same():
     first, second = [0.0] * 9 + [1.0] + [1.0] * 10, [1.0] * 9 + [0.0] + [1.0] * 10
-    found = paired(first, second)
-    assert (found.test, found.p) == (MCNEMAR, pytest.approx(2 * 11 / 1024))
-    assert sign_flips(np.subtract(second, first))[0] == pytest.approx(found.p)
-    assert found.value == pytest.approx(8 / 20)
+    gain = paired(first, second)
+    assert (gain.test, gain.p) == (MCNEMAR, pytest.approx(2 * 11 / 1024))
+    assert sign_flips(np.subtract(second, first))[0] == pytest.approx(gain.p)
+    assert gain.value == pytest.approx(8 / 20)
     # Agresti and Min: b = 9.5, c = 1.5 of 22.
     half = 1.959964 * math.sqrt((9.5 + 1.5) / 22 - (8 / 22) ** 2) / math.sqrt(22)
-    assert (found.low, found.high) == pytest.approx((8 / 22 - half, 8 / 22 + half), abs=1e-6)
+    assert (gain.low, gain.high) == pytest.approx((8 / 22 - half, 8 / 22 + half), abs=1e-6)
 
 
 def test_sampled_averages_have_students_interval():
-    found = paired([0.25, 0.5, 0.0, 0.75], [0.5, 0.75, 0.75, 0.5])  # gains 0.25, 0.25, 0.75, -0.25
+    gain = paired([0.25, 0.5, 0.0, 0.75], [0.5, 0.75, 0.75, 0.5])  # gains 0.25, 0.25, 0.75, -0.25
     half = 3.182 * math.sqrt((0 + 0 + 0.25 + 0.25) / 3) / 2
-    assert (found.low, found.high) == pytest.approx((0.25 - half, 0.25 + half), abs=0.005)
+    assert (gain.low, gain.high) == pytest.approx((0.25 - half, 0.25 + half), abs=0.005)
     # The sum is 1. With + 0.75 it is at least 1 unless two of the other three are negative: 4 of 8 cases.
-    assert found.p == 8 / 16 and found.test == SIGN_FLIPS
+    assert gain.p == 8 / 16 and gain.test == SIGN_FLIPS
 
 
 def test_the_interval_of_a_zero_difference_has_a_width():
-    found = paired([1.0] * 30, [1.0] * 30)
-    assert (found.value, found.p) == (0.0, 1.0) and -0.1 < found.low < 0 < found.high < 0.1
+    gain = paired([1.0] * 30, [1.0] * 30)
+    assert (gain.value, gain.p) == (0.0, 1.0) and -0.1 < gain.low < 0 < gain.high < 0.1
 
 
 @pytest.mark.slow
@@ -91,22 +91,22 @@ def test_intervals_of_differences_cover_the_truth_at_their_nominal_rate():
         easy = rng.beta(0.5, 0.5, size=40)
         better = np.clip(easy + 0.1, 0, 1)
         first, second = rng.binomial(4, easy) / 4, rng.binomial(4, better) / 4
-        found = paired(first.tolist(), second.tolist())
-        covered += found.low <= truth <= found.high
+        gain = paired(first.tolist(), second.tolist())
+        covered += gain.low <= truth <= gain.high
     assert 0.925 < covered / runs < 0.98
 
 
 def test_comparisons_pair_problems_by_name_and_have_a_row_for_all(tmp_path):
     a = {"x": [{"avg@4": 0.25, "pass@4": 1.0}, {"avg@4": 0.5}], "y": [{"avg@4": 1.0, "cons@4": 1.0}]}
     b = {"y": [{"avg@4": 0.75}], "x": [{"avg@4": 0.5, "pass@4": 0.0}, {"avg@4": 1.0, "pass@4": 1.0}]}
-    found = compare(result(tmp_path / "a", "A", a), result(tmp_path / "b", "B", b))
-    rows = {(r.set, r.measure): r for r in found.rows}
+    comparison = compare(result(tmp_path / "a", "A", a), result(tmp_path / "b", "B", b))
+    rows = {(r.set, r.measure): r for r in comparison.rows}
     assert set(rows) == {("x", "avg@4"), ("x", "pass@4"), ("y", "avg@4"), ("all problems", "avg@4"),
                          ("all problems", "pass@4")}  # fmt: skip
     assert rows["x", "avg@4"].first == 0.375 and rows["x", "avg@4"].second == 0.75
     assert rows["x", "pass@4"].problems == 1 and rows["x", "pass@4"].difference.value == -1.0
     assert rows["all problems", "avg@4"].difference.value == pytest.approx((0.25 + 0.5 - 0.25) / 3)
-    assert found.warnings == []
+    assert comparison.warnings == []
 
 
 def test_different_problems_are_refused_and_named(tmp_path):

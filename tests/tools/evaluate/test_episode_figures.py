@@ -37,10 +37,10 @@ def plain(uid="q"):
     return Group(prompt, rollouts, ones, {"math": ones}, ("correct",) * 4)
 
 
-def judged(*groups):
+def judge(*groups):
     with GraderPool(1) as pool:
-        made = [make_verdict(group, RewardsConfig(), pool) for group in groups]
-    verdicts = [Verdict(**json.loads(json.dumps(asdict(verdict)))) for verdict in made]
+        originals = [make_verdict(group, RewardsConfig(), pool) for group in groups]
+    verdicts = [Verdict(**json.loads(json.dumps(asdict(verdict)))) for verdict in originals]
     return [
         JudgedProblem.from_verdict(group.prompt.source, group.prompt, {}, verdict, (1,))
         for group, verdict in zip(groups, verdicts, strict=True)
@@ -48,7 +48,7 @@ def judged(*groups):
 
 
 def test_turns_calls_and_ends_of_each_sample_are_part_of_its_problems_verdict():
-    first, other = judged(episodes(), plain())
+    first, other = judge(episodes(), plain())
     assert first.verdict.episodes == {
         "turns": [2, 1, 2, 2], "calls": [1, 0, 0, 1], "errors": [0, 0, 0, 1],
         "ends": ["stop", "stop", "stop", "turns"],
@@ -57,16 +57,16 @@ def test_turns_calls_and_ends_of_each_sample_are_part_of_its_problems_verdict():
 
 
 def test_samples_that_the_engines_gave_up_are_no_episodes_as_in_an_evaluation_of_training():
-    whole, given = episodes(), episodes("q")
-    kept = (1, 3)
-    drawn = replace(
-        given, rollouts=tuple(given.rollouts[i] for i in kept), rewards=given.rewards[[*kept]],
-        reward_parts={"math": given.rewards[[*kept]]}, outcomes=("wrong", "wrong"),
+    whole, source = episodes(), episodes("q")
+    indices = (1, 3)
+    partial = replace(
+        source, rollouts=tuple(source.rollouts[i] for i in indices), rewards=source.rewards[[*indices]],
+        reward_parts={"math": source.rewards[[*indices]]}, outcomes=("wrong", "wrong"),
     )  # fmt: skip
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=512)
-    lost = add_missing(drawn, Draw(sampling, samples=4, seed=0, sample_s=10.0))
-    assert len(lost.rollouts) == 4 and lost.rollouts[0].finish_reason == "error"
-    result = EvaluationResult.from_problems(IDENTITY, judged(whole, lost))
+    padded = add_missing(partial, Draw(sampling, samples=4, seed=0, sample_s=10.0))
+    assert len(padded.rollouts) == 4 and padded.rollouts[0].finish_reason == "error"
+    result = EvaluationResult.from_problems(IDENTITY, judge(whole, padded))
     (figures,) = (m.episodes for m in result.measured if m.by is None)
     assert (figures.episodes, figures.turns, figures.tool_calls) == (6, 10 / 6, 3 / 6)
     assert figures.ends == {"stop": 4 / 6, "turns": 2 / 6}
@@ -76,43 +76,44 @@ def test_samples_that_the_engines_gave_up_are_no_episodes_as_in_an_evaluation_of
             return prompt.uid
 
         async def score(self, prompt, rollouts):
-            return {"p": whole, "q": drawn}[rollouts]
+            return {"p": whole, "q": partial}[rollouts]
 
     workers = SimpleNamespace(rollouts=Scripted(), rewards=Scripted())
     config = fakes.config(evaluation={"samples_per_prompt": 4, "k": [1]})
-    sets = [EvalSet("products", [whole.prompt, drawn.prompt])]
+    sets = [EvalSet("products", [whole.prompt, partial.prompt])]
     training = asyncio.run(evaluate(config, workers, sets, Notes(), step=0))
     share = "eval/products/tool_call_share"
     assert result.metrics()[share] == training[share] == figures.tool_call_share.value == 0.5
 
 
 def test_figures_are_means_over_episodes_with_an_interval_over_problems():
-    def counted(*columns):
+    def episode_counts(*columns):
         return dict(zip(("turns", "calls", "errors", "ends"), columns, strict=True))
 
-    found = episode_figures([
-        counted((3, 1), (0, 2), (0, 1), ("stop", "turns")),
-        counted((2, 2), (1, 1), (0, 0), ("stop", "error")),
+    figures = episode_figures([
+        episode_counts((3, 1), (0, 2), (0, 1), ("stop", "turns")),
+        episode_counts((2, 2), (1, 1), (0, 0), ("stop", "error")),
     ])  # fmt: skip
-    assert (found.episodes, found.turns, found.tool_calls) == (4, 2.0, 1.0)
-    assert found.tool_error_share == 0.25 and found.ends == {"error": 0.25, "stop": 0.5, "turns": 0.25}
-    share = found.tool_call_share
+    assert (figures.episodes, figures.turns, figures.tool_calls) == (4, 2.0, 1.0)
+    assert figures.tool_error_share == 0.25 and figures.ends == {"error": 0.25, "stop": 0.5, "turns": 0.25}
+    share = figures.tool_call_share
     assert (share.value, share.problems) == (0.75, 2) and share.stderr == pytest.approx(0.25)
     assert share.low < 0.75 < share.high
-    silent = episode_figures([counted((1,), (0,), (0,), ("length",))])
+    silent = episode_figures([episode_counts((1,), (0,), (0,), ("length",))])
     assert silent.tool_error_share == 0.0 and silent.tool_call_share.value == 0.0
     assert episode_figures([]) is None
 
 
 def test_result_json_has_the_figures_of_sets_with_an_environment_alone(tmp_path: Path):
-    result = EvaluationResult.from_problems(IDENTITY, judged(episodes(), plain()))
+    result = EvaluationResult.from_problems(IDENTITY, judge(episodes(), plain()))
     result.write(tmp_path)
-    written = {m["set"]: m for m in json.loads((tmp_path / "result.json").read_text())["measured"]}
-    own = written["products"]["episodes"]
-    assert (own["episodes"], own["turns"], own["tool_calls"], own["tool_error_share"]) == (4, 1.75, 0.5, 0.5)
-    assert own["tool_call_share"]["value"] == 0.5 and own["ends"] == {"stop": 0.75, "turns": 0.25}
-    assert written["sums"]["episodes"] is None
-    assert written["all problems"]["episodes"] == own, "of the episodes among all samples"
+    by_set = {m["set"]: m for m in json.loads((tmp_path / "result.json").read_text())["measured"]}
+    figures = by_set["products"]["episodes"]
+    names = ("episodes", "turns", "tool_calls", "tool_error_share")
+    assert tuple(figures[name] for name in names) == (4, 1.75, 0.5, 0.5)
+    assert figures["tool_call_share"]["value"] == 0.5 and figures["ends"] == {"stop": 0.75, "turns": 0.25}
+    assert by_set["sums"]["episodes"] is None
+    assert by_set["all problems"]["episodes"] == figures, "over the episodes among all samples"
     metrics = result.metrics()
     assert metrics["eval/products/tool_call_share"] == 0.5
     assert "eval/sums/tool_call_share" not in metrics
@@ -122,7 +123,7 @@ def test_result_json_has_the_figures_of_sets_with_an_environment_alone(tmp_path:
 def test_the_table_of_episodes_is_complete_at_every_width(width):
     def printed(*groups):
         console = Console(file=io.StringIO(), width=width, highlight=False)
-        print_measured(console, "m", list(measure(judged(*groups))))
+        print_measured(console, "m", list(measure(judge(*groups))))
         return console.file.getvalue()
 
     text = printed(episodes(), plain())

@@ -1,5 +1,5 @@
 """The demo with a calculator, evaluated with real engines, environment workers and graders: `grpo-dist eval`,
-then `score` and `report` on the episodes that it keeps.
+then `score` and `report` on the episodes that it writes.
 """
 
 import json
@@ -19,8 +19,8 @@ from tests.support.reports import pieces
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 
-# A cold start that is much shorter than the recipe's, and all of whose demonstrations call: the model calls,
-# and what it asks is right or wrong by chance.
+# The cold start is much shorter than the recipe's, and each of its demonstrations calls the tool: the model
+# calls it too, with arguments that are right or wrong by chance.
 ARGUMENTS = (
     "sft.steps=200", "sft.data.0={noise: 0, examples: 2000}",
     "data.eval.0.max_rows=8", "data.eval.1.max_rows=8",
@@ -30,7 +30,7 @@ ARGUMENTS = (
 
 
 def command(directory: Path, *arguments: str) -> str:
-    """Return what `grpo-dist` prints. No process of it remains."""
+    """Return the output of `grpo-dist`; assert that it leaves no process."""
     mark = uuid.uuid4().hex
     out, err = directory / "out", directory / "err"
     with out.open("w") as stdout, err.open("w") as stderr:
@@ -45,7 +45,7 @@ def command(directory: Path, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory):
+def evaluation(tmp_path_factory):
     """Return the directory of the evaluation and what was printed."""
     here = tmp_path_factory.mktemp("evaluation")
     config = str(ROOT / "configs/tools_demo.yaml")
@@ -57,8 +57,8 @@ def rows_of(directory, name):
     return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
-def test_tools_answer_during_an_evaluation_and_what_was_called_is_counted(evaluated):
-    directory, said = evaluated
+def test_tools_answer_during_an_evaluation_and_what_was_called_is_counted(evaluation):
+    directory, output = evaluation
     rows = rows_of(directory, "with_tools")
     assert len(rows) == 8 * 4
     calls = [call for row in rows for turn in row["turns"] for call in turn["calls"]]
@@ -73,28 +73,29 @@ def test_tools_answer_during_an_evaluation_and_what_was_called_is_counted(evalua
     for row in rows:
         turns = row["turns"]
         assert row["completion"] == turns[-1]["text"]
-        given = [not own for own in row["sampled"] or []]
-        assert any(given) == (len(turns) > 1), "each further turn follows an answer of the environment"
+        from_env = [not sampled for sampled in row["sampled"] or []]
+        assert any(from_env) == (len(turns) > 1), "each further turn follows an answer of the environment"
 
     measured = {m["set"]: m for m in json.loads((directory / "result.json").read_text())["measured"]}
-    own, without = measured["with_tools"], measured["without_tools"]["episodes"]
-    episodes = own["episodes"]
-    assert without is None and not any(row.get("turns") for row in rows_of(directory, "without_tools"))
+    with_tools = measured["with_tools"]
+    episodes = with_tools["episodes"]
+    assert measured["without_tools"]["episodes"] is None
+    assert not any(row.get("turns") for row in rows_of(directory, "without_tools"))
     assert episodes["episodes"] == 32 and episodes["turns"] == sum(len(r["turns"]) for r in rows) / 32
     assert episodes["tool_calls"] == len(calls) / 32
-    called = [any(turn["calls"] for turn in row["turns"]) for row in rows]
-    assert episodes["tool_call_share"]["value"] == pytest.approx(sum(called) / 32)
+    has_call = [any(turn["calls"] for turn in row["turns"]) for row in rows]
+    assert episodes["tool_call_share"]["value"] == pytest.approx(sum(has_call) / 32)
     failed = sum(call["outcome"] != "ok" for call in calls)
     assert episodes["tool_error_share"] == pytest.approx(failed / len(calls))
     ends = {end: sum(row["finish_reason"] == end for row in rows) / 32 for end in episodes["ends"]}
     assert episodes["ends"] == ends and sum(ends.values()) == pytest.approx(1)
     right = sum(row["outcome"] == "correct" for row in rows) / 32
-    assert own["estimates"]["pass@1"]["value"] == pytest.approx(right)
-    assert "failed calls" in said and "sandbox:" not in said, "a calculator needs no sandbox"
+    assert with_tools["estimates"]["pass@1"]["value"] == pytest.approx(right)
+    assert "failed calls" in output and "sandbox:" not in output, "a calculator needs no sandbox"
 
 
-def test_episodes_of_an_evaluation_are_scored_again_with_the_same_verdicts(evaluated, tmp_path):
-    directory, _ = evaluated
+def test_episodes_of_an_evaluation_are_scored_again_with_the_same_verdicts(evaluation, tmp_path):
+    directory, _ = evaluation
     for part in sorted((directory / "samples/with_tools").glob("part_*.parquet")):
         command(tmp_path, "score", str(part), "--reward", "math")
         lines = (tmp_path / f"{part.stem}.scored.jsonl").read_text().splitlines()
@@ -103,21 +104,21 @@ def test_episodes_of_an_evaluation_are_scored_again_with_the_same_verdicts(evalu
         assert [json.loads(line)["score"]["reward"] for line in lines] == [row["reward"] for row in rows]
 
 
-def test_the_report_of_an_evaluation_shows_each_turn_and_call(evaluated, tmp_path):
-    directory, _ = evaluated
+def test_the_report_of_an_evaluation_shows_each_turn_and_call(evaluation, tmp_path):
+    directory, _ = evaluation
     command(tmp_path, "report", str(directory), "--output", "page.html")
-    manifest, found = pieces(tmp_path / "page.html")
-    (own,) = manifest["runs"]
-    assert not own["about"]["notices"] and own["has_tokens"]
-    assert {entry["kind"] for entry in own["samples"]} == {"with_tools", "without_tools"}
-    keys = [entry["key"] for entry in own["samples"] if entry["kind"] == "with_tools"]
-    shown = [turns for key in keys for turns in found[f"0/texts/{key}"]["turns"]]
+    manifest, data = pieces(tmp_path / "page.html")
+    (run,) = manifest["runs"]
+    assert not run["about"]["notices"] and run["has_tokens"]
+    assert {entry["kind"] for entry in run["samples"]} == {"with_tools", "without_tools"}
+    keys = [entry["key"] for entry in run["samples"] if entry["kind"] == "with_tools"]
+    page_turns = [turns for key in keys for turns in data[f"0/texts/{key}"]["turns"]]
     rows = rows_of(directory, "with_tools")
-    assert [[turn["text"] for turn in turns] for turns in shown] == [
+    assert [[turn["text"] for turn in turns] for turns in page_turns] == [
         [turn["text"] for turn in row["turns"]] for row in rows
     ]
-    assert [[turn["calls"] for turn in turns] for turns in shown] == [
+    assert [[turn["calls"] for turn in turns] for turns in page_turns] == [
         [turn["calls"] for turn in row["turns"]] for row in rows
     ]
-    counted = [n for key in keys for n in found[f"0/rows/{key}"]["calls"]]
-    assert counted == [sum(len(turn["calls"]) for turn in row["turns"]) for row in rows]
+    call_counts = [n for key in keys for n in data[f"0/rows/{key}"]["calls"]]
+    assert call_counts == [sum(len(turn["calls"]) for turn in row["turns"]) for row in rows]

@@ -23,7 +23,7 @@ ARGUMENTS = (
 
 
 def evaluate(directory: Path, *more: str, kill_after: int | None = None) -> str:
-    """Return the output of `grpo-dist eval`; ``kill_after``: kill it after so many parts."""
+    """Return the output of `grpo-dist eval`; ``kill_after``: number of parts after which it is killed."""
     command = [sys.executable, "-m", "grpo_dist.cli", "eval", "demo:tiny", "demo:add3", *ARGUMENTS, *more]
     out, err = directory / "out", directory / "err"
     with out.open("w") as stdout, err.open("w") as stderr:
@@ -53,35 +53,26 @@ def test_a_killed_evaluation_resumes_to_the_same_bytes_and_then_reads_its_own_fi
     cut.mkdir()
     evaluate(whole, "--output", "result")
     evaluate(cut, "--output", "result", kill_after=3)
-    kept = {path: path.stat().st_mtime_ns for path in parts(cut)}
-    assert 3 <= len(kept) < 12 and not (cut / "result/result.json").exists()
-    said = evaluate(cut, "--output", "result")
-    assert f"{8 * len(kept)} of 96 problems are done" in said
+    mtimes = {path: path.stat().st_mtime_ns for path in parts(cut)}
+    assert 3 <= len(mtimes) < 12 and not (cut / "result/result.json").exists()
+    output = evaluate(cut, "--output", "result")
+    assert f"{8 * len(mtimes)} of 96 problems are done" in output
     assert results(cut) == results(whole)
-    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+    assert all(path.stat().st_mtime_ns == when for path, when in mtimes.items())
     rows = [
         row for p in sorted(cut.glob("result/samples/add3/*.parquet")) for row in pq.read_table(p).to_pylist()
     ]
     assert len({(row["uid"], row["sample"]) for row in rows}) == 96 * 8
     measured = json.loads(results(cut)[0])["measured"][0]
-    assert measured["problems"] == 96 and set(measured["estimates"]) == {
-        "pass@1",
-        "pass@4",
-        "avg@8",
-        "maj@4",
-        "cons@8",
-    }
+    names = {"pass@1", "pass@4", "avg@8", "maj@4", "cons@8"}
+    assert measured["problems"] == 96 and set(measured["estimates"]) == names
 
     # The result is read without Ray.
     environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}
     command = [sys.executable, "-m", "grpo_dist.cli", "eval", "demo:tiny", "demo:add3", *ARGUMENTS]
-    done = subprocess.run(
-        [*command, "--output", "result"],
-        cwd=cut,
-        env=environment,
-        capture_output=True,
-        text=True,
+    process = subprocess.run(
+        [*command, "--output", "result"], cwd=cut, env=environment, capture_output=True, text=True,
         timeout=HANG_S,
-    )
-    assert done.returncode == 0 and "all 96 problems are done" in done.stdout, done.stderr[-3000:]
+    )  # fmt: skip
+    assert process.returncode == 0 and "all 96 problems are done" in process.stdout, process.stderr[-3000:]
     assert results(cut) == results(whole)

@@ -36,9 +36,8 @@ PROBLEMS = [
 
 
 class Engine(World):
-    """One prompt at a time. A third of the samples is right, the others say one of two things. It dies at
-    ``fail_on``, once a part in the directory "cut" is done, and stays dead: who waited for it gets nothing
-    more.
+    """Samples one prompt at a time: a third of the samples is right, the others give one of two answers. It
+    fails at ``fail_on``, once the directory "cut" has a part, and fails every later request too.
     """
 
     def __init__(self, fail_on):
@@ -60,14 +59,14 @@ class Engine(World):
         parity = [int(r.completion_ids[0]) % 3 for r in rollouts]
         rewards = np.array([float(p == 0) for p in parity], np.float32)
         outcomes = tuple("correct" if p == 0 else "wrong" for p in parity)
-        said = [replace(r, text=f"\\boxed{{{-p if p else prompt.answer}}}")
+        samples = [replace(r, text=f"\\boxed{{{-p if p else prompt.answer}}}")
                 for r, p in zip(rollouts, parity, strict=True)]  # fmt: skip
-        return Group(prompt, tuple(said), rewards, {"math": rewards}, outcomes)
+        return Group(prompt, tuple(samples), rewards, {"math": rewards}, outcomes)
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A directory with data; ``worlds``: started engines; ``failing``: failures of the next ones."""
+    """A directory with data. ``worlds``: started engines; ``failing``: prompts at which the next fail."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GRPO_DATA", raising=False)
     write("data.jsonl", PROBLEMS)
@@ -104,8 +103,8 @@ def evaluate(*arguments, data=("data.jsonl",), directory="out"):
     return code, *(Path(f"{directory}/{name}").read_text() for name in ("result.json", "problems.jsonl"))
 
 
-def load_config_of(directory):
-    """Return a configuration with an evaluation set, also written as a file."""
+def write_config(directory):
+    """Write a configuration with an evaluation set, and return it."""
     path = directory / "config.yaml"
     path.write_text(
         "model: {path: 'demo:tiny'}\ndata: {train: [{path: data.jsonl}], eval: [{path: data.jsonl, "
@@ -116,10 +115,6 @@ def load_config_of(directory):
 
 def parts_in(directory):
     return list(Path(f"{directory}/verdicts/data").glob("part_*.jsonl"))
-
-
-def sampled(world):
-    return len(world.sampled)
 
 
 def test_results_are_those_of_the_samples_overall_and_by_level(here, capsys):
@@ -176,18 +171,18 @@ def test_an_interrupted_evaluation_resumes_to_the_same_bytes(here, capsys):
     here.failing.append("7 + 1")
     with pytest.raises(RuntimeError, match="engine died"):
         evaluate(directory="cut")
-    done = parts_in("cut")
-    assert 0 < len(done) < 5 and sampled(here.worlds[1]) == 7
+    parts = parts_in("cut")
+    assert 0 < len(parts) < 5 and len(here.worlds[1].sampled) == 7
     assert evaluate(directory="cut") == whole
-    assert sampled(here.worlds[2]) == 10 - 2 * len(done)
-    assert f"{2 * len(done)} of 10 problems are done" in capsys.readouterr().out
+    assert len(here.worlds[2].sampled) == 10 - 2 * len(parts)
+    assert f"{2 * len(parts)} of 10 problems are done" in capsys.readouterr().out
 
 
 def test_samples_written_without_their_verdicts_are_sampled_again(here):
     whole = evaluate()
     last = Path("out/verdicts/data/part_00004.jsonl")
     last.unlink()
-    assert evaluate() == whole and sampled(here.worlds[1]) == 2
+    assert evaluate() == whole and len(here.worlds[1].sampled) == 2
     assert last.exists() and len(list(Path("out/samples/data").iterdir())) == 5
 
 
@@ -198,7 +193,7 @@ def test_a_problem_of_which_nothing_was_scored_is_sampled_again_and_no_other(her
         assert '"unscored": 64' in evaluate()[1]
     _, again, rows = evaluate()
     uids = {row["uid"] for row in map(json.loads, rows.splitlines()) if row["problem"] in ("2 + 1", "7 + 1")}
-    assert {uid for uid, *_ in here.worlds[2].sampled} == uids and sampled(here.worlds[2]) == 2
+    assert {uid for uid, *_ in here.worlds[2].sampled} == uids and len(here.worlds[2].sampled) == 2
     assert (again, rows) == (result, problems)
     assert evaluate()[1] == again and len(here.worlds) == 3
 
@@ -213,10 +208,10 @@ def test_a_problem_that_the_grader_has_no_time_for_is_done(here, monkeypatch):
 def test_more_data_is_sampled_and_changed_problems_are_noticed(here):
     evaluate("data.eval.0.max_rows=4")
     _, result, _ = evaluate()
-    assert sampled(here.worlds[1]) == 6 and json.loads(result)["measured"][0]["problems"] == 10
+    assert len(here.worlds[1].sampled) == 6 and json.loads(result)["measured"][0]["problems"] == 10
     write("data.jsonl", [{**PROBLEMS[0], "answer": "99"}, *PROBLEMS[1:]])
     _, _, problems = evaluate()
-    assert sampled(here.worlds[2]) == 1 and json.loads(problems.splitlines()[0])["answer"] == "99"
+    assert len(here.worlds[2].sampled) == 1 and json.loads(problems.splitlines()[0])["answer"] == "99"
 
 
 def test_columns_that_rewards_read_are_part_of_the_problem(here):
@@ -224,7 +219,7 @@ def test_columns_that_rewards_read_are_part_of_the_problem(here):
     evaluate(columns)
     write("data.jsonl", [{**PROBLEMS[0], "level": "7"}, *PROBLEMS[1:]])
     evaluate(columns)
-    assert sampled(here.worlds[1]) == 1
+    assert len(here.worlds[1].sampled) == 1
     here.worlds.clear()
     evaluate(directory="unseen")
     write("data.jsonl", PROBLEMS)
@@ -260,10 +255,10 @@ def test_several_sets_have_their_own_rows_and_a_mean(here):
 
 
 def unscored(monkeypatch, problems, outcome="error"):
-    """Let no sample of ``problems`` be scored."""
+    """Make every sample of ``problems`` unscored."""
 
-    async def score(self, prompt, rollouts, scored=Engine.score):
-        group = await scored(self, prompt, rollouts)
+    async def score(self, prompt, rollouts, original=Engine.score):
+        group = await original(self, prompt, rollouts)
         if prompt.text not in problems:
             return group
         unknown = np.full(len(rollouts), np.nan, np.float32)
@@ -280,15 +275,15 @@ def test_a_set_that_could_not_be_scored_has_no_numbers_and_takes_none_from_the_o
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
     unscored(monkeypatch, ("x", "y"))
     config = configuration("demo:tiny", ["data.jsonl", "other.jsonl"], ARGUMENTS)
-    found = evaluate_model(config, print, directory=Path("out"))
-    measured = {m.set: m for m in found.measured if m.by is None}
-    assert found.unscored_sets == ["other"] and measured["other"].unscored == 64
+    result = evaluate_model(config, print, directory=Path("out"))
+    measured = {m.set: m for m in result.measured if m.by is None}
+    assert result.unscored_sets == ["other"] and measured["other"].unscored == 64
     one, both, mean = (measured[name].estimates for name in ("data", "all problems", "mean of sets"))
     assert set(both) == set(mean) == {"pass@1", "pass@4", "avg@32", "maj@4", "cons@32"}
     assert both["avg@32"].value == mean["avg@32"].value == one["avg@32"].value
     assert both["avg@32"].problems == mean["avg@32"].problems == 10
-    metrics = found.metrics()
-    for name in ("pass@1", "pass@4", "avg@32"):  # as an evaluation in training
+    metrics = result.metrics()
+    for name in ("pass@1", "pass@4", "avg@32"):  # as in evaluations during training
         assert np.isnan(metrics[f"eval/other/{name}"]) and np.isnan(metrics[f"eval/other/{name}_stderr"])
         assert metrics[f"eval/data/{name}"] > 0
     rows = [json.loads(line) for line in Path("out/problems.jsonl").read_text().splitlines()]
@@ -308,7 +303,7 @@ def test_a_directory_with_other_contents_is_refused(here, capsys, tmp_path):
 
 
 def test_a_configuration_is_evaluated_on_its_own_sets_or_on_others(here, tmp_path):
-    load_config_of(tmp_path)
+    write_config(tmp_path)
     assert main(["eval", "config.yaml", "--output", "a"]) == 0
     assert json.loads(Path("a/result.json").read_text())["measured"][0]["problems"] == 3
     assert main(["eval", "config.yaml", "data.jsonl", "--output", "b"]) == 0
@@ -317,7 +312,7 @@ def test_a_configuration_is_evaluated_on_its_own_sets_or_on_others(here, tmp_pat
 
 @pytest.mark.slow
 def test_a_set_with_the_environment_of_the_guide_is_asked_as_in_training(here, monkeypatch, capsys):
-    """Prompts keep their environment, the engines get its code, and other code is another evaluation."""
+    """Prompts keep their environment, the engines get its code, and changed code is another evaluation."""
     guide = ROOT / "grpo_dist/guides/write_an_environment.md"
     for block in blocks(guide):
         if block.file:
@@ -371,15 +366,15 @@ def test_a_second_process_is_refused(here, capsys):
 
 
 def test_a_pipeline_stage_is_evaluated_the_same_way_and_keeps_its_result(here, tiny_model, tmp_path):
-    config = load_config_of(tmp_path)
+    config = write_config(tmp_path)
     measures = stages.evaluate_stage(config, tiny_model, tmp_path / "stage", lambda _: None)
     again = stages.evaluate_stage(config, tiny_model, tmp_path / "stage", lambda _: None)
     assert measures == again and len(here.worlds) == 1
     names = ("pass@1", "pass@1_stderr", "length_tokens", "problems", "unscored")
     assert set(measures) == {f"eval/own/{name}" for name in names}
     (directory,) = (tmp_path / "stage/evaluations").iterdir()
-    found = json.loads((directory / "result.json").read_text())["measured"][0]
-    assert found["estimates"]["pass@1"]["value"] == measures["eval/own/pass@1"]
+    measured = json.loads((directory / "result.json").read_text())["measured"][0]
+    assert measured["estimates"]["pass@1"]["value"] == measures["eval/own/pass@1"]
 
 
 def test_a_deadline_restarts_with_each_progress():
@@ -416,7 +411,7 @@ def test_a_further_data_set_is_sampled_alone_and_the_result_has_the_sets_that_we
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
     _, first, rows = evaluate()
     _, other, _ = evaluate(data=("other.jsonl",))
-    assert [m["set"] for m in json.loads(other)["measured"]] == ["other"] and sampled(here.worlds[1]) == 2
+    assert [m["set"] for m in json.loads(other)["measured"]] == ["other"] and len(here.worlds[1].sampled) == 2
     _, both, all_rows = evaluate(data=("data.jsonl", "other.jsonl"))
     measured = json.loads(both)["measured"]
     assert measured[:3] == json.loads(first)["measured"] and all_rows.startswith(rows)
@@ -429,8 +424,8 @@ def test_a_damaged_evaluation_is_refused_by_name(here, capsys, content):
     evaluate()
     Path("out/evaluation.json").write_text(content)
     code, *_ = evaluate()
-    said = capsys.readouterr().err
-    assert code == 2 and "evaluation.json" in said and "another --output" in said and "Traceback" not in said
+    err = capsys.readouterr().err
+    assert code == 2 and "evaluation.json" in err and "another --output" in err and "Traceback" not in err
 
 
 def test_a_damaged_result_is_not_compared(here, capsys):
@@ -462,7 +457,7 @@ class Guessed(Environment):
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [(), ("size",)])
 def test_prompts_keep_the_columns_that_an_environment_brings_also_by_a_breakdown(tmp_path, by):
-    """`start` of the environment reads them again when it plays."""
+    """`start` of the environment reads them in every episode."""
     (tmp_path / "guessed.py").write_text(_GUESSED)
     source = {"environment": "guessed:Guessed", "split": "test"}
     sections = SimpleNamespace(
@@ -470,18 +465,16 @@ def test_prompts_keep_the_columns_that_an_environment_brings_also_by_a_breakdown
         rewards=RewardsConfig(functions=({"function": "environment"},)),
         environments=EnvironmentsConfig(code_paths=(str(tmp_path),)),
     )
-    (asked,) = run._read_sets(sections, character_tokenizer(), by, print)
-    assert [p.columns for p in asked.prompts] == [
-        {"secret": 7, "size": "small"},
-        {"secret": 42, "size": "large"},
-    ]
-    assert list(asked.by.values()) == [dict.fromkeys(by, size) for size in ("small", "large")]
+    (eval_set,) = run._read_sets(sections, character_tokenizer(), by, print)
+    columns = [{"secret": 7, "size": "small"}, {"secret": 42, "size": "large"}]
+    assert [p.columns for p in eval_set.prompts] == columns
+    assert list(eval_set.by.values()) == [dict.fromkeys(by, size) for size in ("small", "large")]
 
 
 def test_a_reward_whose_column_the_set_lacks_is_refused_before_anything_is_sampled(here, capsys):
     rewards = "rewards.functions=[{function: unit_tests, kwargs: {column: level}}]"
     assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--by", "level", rewards]) != 0
-    said = capsys.readouterr().err
-    assert "reads column `level`, which data.jsonl:1 has, and the configuration does not pass on" in said
-    assert "add it to `data.eval.0.columns`" in said
+    error = capsys.readouterr().err
+    assert "reads column `level`, which data.jsonl:1 has, and the configuration does not pass on" in error
+    assert "add it to `data.eval.0.columns`" in error
     assert here.worlds == []

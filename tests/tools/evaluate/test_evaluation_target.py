@@ -98,14 +98,14 @@ def test_every_benchmark_of_the_data_directory_is_read_whole(shared_data, monkey
     assert ("level" in breakdown(source)) and ("subject" in breakdown(source)) == (name == "math500")
 
 
-def shown(command):
-    """Return commands of the READMEs with concrete arguments, without templates."""
-    folders = (ROOT / "grpo_dist/evaluation/README.md", ROOT / "grpo_dist/tools/evaluate/README.md")
-    lines = [line for path in folders for line in path.read_text().splitlines()]
+def readme_commands(command):
+    """Return the commands of the READMEs that have concrete arguments."""
+    readmes = (ROOT / "grpo_dist/evaluation/README.md", ROOT / "grpo_dist/tools/evaluate/README.md")
+    lines = [line for path in readmes for line in path.read_text().splitlines()]
     return [x for x in lines if x.startswith(f"grpo-dist {command} ") and not re.search(r" \[|\bA B\b", x)]
 
 
-@pytest.mark.parametrize("line", shown("eval"))
+@pytest.mark.parametrize("line", readme_commands("eval"))
 def test_evaluation_commands_of_the_readme_work_as_written(line, monkeypatch):
     monkeypatch.delenv("GRPO_DATA", raising=False)
     args, rest = command_parser().parse_known_args(shlex.split(line)[1:])
@@ -115,13 +115,13 @@ def test_evaluation_commands_of_the_readme_work_as_written(line, monkeypatch):
     assert config.evaluation.samples_per_prompt > 1
 
 
-@pytest.mark.parametrize("line", shown("score"))
+@pytest.mark.parametrize("line", readme_commands("score"))
 def test_scoring_commands_of_the_readme_parse(line):
     args, rest = command_parser().parse_known_args(shlex.split(line)[1:])
     assert args.config.endswith(".jsonl") and all("=" in word for word in rest)
 
 
-OWN = """
+COLUMNS = """
 model: {path: "demo:tiny"}
 data:
   train: [{path: "demo:add3"}]
@@ -131,7 +131,7 @@ data:
 """
 
 
-def asked(run, tmp_path, row, *overrides):
+def make_source(run, tmp_path, row, *overrides):
     file = tmp_path / "new.jsonl"
     file.write_text(json.dumps(row) + "\n")
     (source,) = configuration(str(run), [str(file)], overrides).data.eval
@@ -139,26 +139,23 @@ def asked(run, tmp_path, row, *overrides):
 
 
 def test_other_data_for_a_run_is_read_with_the_runs_columns(run, tmp_path):
-    (run / "config.yaml").write_text(OWN)
+    (run / "config.yaml").write_text(COLUMNS)
     row = {"question": "1+1", "solution": "so #### 2", "level": 3}
-    source = asked(run, tmp_path, row)
+    source = make_source(run, tmp_path, row)
     assert [(r.problem, r.answer, r.columns) for r in read(source)] == [("1+1", "2", {"level": 3})]
-    assert asked(run, tmp_path, row, "data.eval.0.answer_pattern='so (.+)'").answer_pattern == "so (.+)"
+    assert make_source(run, tmp_path, row, "data.eval.0.answer_pattern='so (.+)'").answer_pattern == "so (.+)"
 
 
 def test_other_data_for_a_run_is_read_with_its_nested_columns(run, tmp_path):
-    nested = OWN.replace("question", "extra_info.question").replace("solution", "reward_model.ground_truth")
-    (run / "config.yaml").write_text(nested.replace("[level]", "[extra_info.level]"))
-    row = {
-        "reward_model": {"ground_truth": "so #### 2"},
-        "extra_info": {"question": "1+1", "level": 3},
-    }
-    (found,) = read(asked(run, tmp_path, row))
-    assert (found.problem, found.answer, found.columns) == ("1+1", "2", {"extra_info.level": 3})
+    text = COLUMNS.replace("question", "extra_info.question").replace("solution", "reward_model.ground_truth")
+    (run / "config.yaml").write_text(text.replace("[level]", "[extra_info.level]"))
+    row = {"reward_model": {"ground_truth": "so #### 2"}, "extra_info": {"question": "1+1", "level": 3}}
+    (parsed,) = read(make_source(run, tmp_path, row))
+    assert (parsed.problem, parsed.answer, parsed.columns) == ("1+1", "2", {"extra_info.level": 3})
 
 
 def test_a_missing_column_is_refused_with_the_key_to_set(run, tmp_path):
-    source = asked(run, tmp_path, {"task": "1+1", "answer": "2"})
+    source = make_source(run, tmp_path, {"task": "1+1", "answer": "2"})
     with pytest.raises(
         ValueError, match=r"no column `problem`.*task, answer.*here `data\.eval\.0\.problem_column`"
     ):
@@ -167,8 +164,8 @@ def test_a_missing_column_is_refused_with_the_key_to_set(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_pattern_with_runaway_backtracking_does_not_hang(run, tmp_path, monkeypatch):
-    (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a|aa)+$"))
-    source = asked(run, tmp_path, {"question": "1+1", "solution": "a" * 60 + "!", "level": 3})
+    (run / "config.yaml").write_text(COLUMNS.replace("#### (.+)", "(a|aa)+$"))
+    source = make_source(run, tmp_path, {"question": "1+1", "solution": "a" * 60 + "!", "level": 3})
     monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
     with pytest.raises(ValueError, match="does not finish within 1 s"):
         read(source)

@@ -16,6 +16,8 @@ from grpo_dist.tools.evaluate.score import agreement, disagreements
 from tests.support.made_episodes import episodes
 
 NAN = float("nan")
+COUNT_CALLS = "def calls(completion, turns):\n    return sum(len(t['calls']) for t in turns)\n"
+EPISODE_REWARDS = ("--reward", "math", "--reward", "environment", "--reward", "mine:calls", "code_paths=[.]")
 ROWS = [
     {"problem": "1+1", "answer": 2, "completion": "so \\boxed{2}", "right": True},
     {"problem": "1+2", "answer": "3", "completion": "\\boxed{\\frac{6}{2}}", "right": True},
@@ -43,15 +45,15 @@ def lines(name):
 
 def refusal(capsys, *arguments):
     """Return the single line of the refusal; asserts exit code 2 and no output file."""
-    before = files_here()
+    before = list_files()
     assert main(["score", *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and files_here() == before
+    assert error.startswith("error: ") and error.count("\n") == 1 and list_files() == before
     return error
 
 
-def files_here():
-    """Python may keep there what it compiled of rewards."""
+def list_files():
+    """List the files, apart from what Python compiles of rewards."""
     return sorted(path for path in Path().iterdir() if path.name != "__pycache__")
 
 
@@ -60,17 +62,11 @@ def files_here():
 
 def test_every_row_is_returned_with_the_verdict_of_the_math_grader(here, capsys):
     assert main(["score", "c.jsonl"]) == 0
-    scored = lines("c.scored.jsonl")
-    assert [{k: v for k, v in row.items() if k != "score"} for row in scored] == ROWS
-    assert [row["score"]["reward"] for row in scored] == [1, 1, 0, 0, 0]
-    assert [row["score"]["outcome"] for row in scored] == [
-        "correct",
-        "correct",
-        "wrong",
-        "no_answer",
-        "wrong",
-    ]
-    assert all(row["score"]["parts"] == {"math": row["score"]["reward"]} for row in scored)
+    rows = lines("c.scored.jsonl")
+    assert [{k: v for k, v in row.items() if k != "score"} for row in rows] == ROWS
+    assert [row["score"]["reward"] for row in rows] == [1, 1, 0, 0, 0]
+    assert [row["score"]["outcome"] for row in rows] == ["correct", "correct", "wrong", "no_answer", "wrong"]
+    assert all(row["score"]["parts"] == {"math": row["score"]["reward"]} for row in rows)
     out = capsys.readouterr().out
     assert "math outcomes: correct 2, wrong 2, no_answer 1" in out and "scores: c.scored.jsonl" in out
     assert "5 completions in" in out and "slowest: c.jsonl:" in out and "40.0 [" in out
@@ -112,12 +108,10 @@ def test_graders_are_compared_with_a_label_and_disagreements_are_marked(here, ca
     arguments = ["--reward", "math", "--reward", "exact", "--label", "right"]
     assert main(["score", "c.jsonl", *arguments]) == 0
     out = capsys.readouterr().out
-    marked = [row["score"].get("graders_disagree", False) for row in lines("c.scored.jsonl")]
-    assert marked == [False, True, False, False, True]
-    assert (
-        "c.jsonl:2: math 1, exact 0, right 1; answer '3'" in out
-        and "c.jsonl:5: math 0, exact 0, right 1" in out
-    )
+    flags = [row["score"].get("graders_disagree", False) for row in lines("c.scored.jsonl")]
+    assert flags == [False, True, False, False, True]
+    assert "c.jsonl:2: math 1, exact 0, right 1; answer '3'" in out
+    assert "c.jsonl:5: math 0, exact 0, right 1" in out
     assert "disagreements: 2, with `graders_disagree` in c.scored.jsonl" in out
     assert "80.00%" in out  # math against the label: both 2, only the label 1, neither 2
 
@@ -125,19 +119,17 @@ def test_graders_are_compared_with_a_label_and_disagreements_are_marked(here, ca
 @pytest.mark.slow
 def test_custom_rewards_get_the_reference_answer_as_text_as_in_a_run(here):
     Path("mine.py").write_text("def same(completion, answer):\n    return answer.strip() in completion\n")
-    own = ["--reward", "mine:same", "code_paths=[.]"]
-    assert main(["score", "c.jsonl", *own]) == 0  # 2 and 4.0, not "2" and "4"
+    options = ["--reward", "mine:same", "code_paths=[.]"]
+    assert main(["score", "c.jsonl", *options]) == 0  # the file has 2 and 4.0, not "2" and "4"
     assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1, 0, 0, 0, 1]
     write("d.jsonl", [{"gold": "7", "answer": "8", "completion": "it is 7"}])  # `answer`: somebody's guess
-    assert main(["score", "d.jsonl", "--answer-column", "gold", *own]) == 0
+    assert main(["score", "d.jsonl", "--answer-column", "gold", *options]) == 0
     assert [row["score"]["reward"] for row in lines("d.scored.jsonl")] == [1]
 
 
 @pytest.mark.slow
 def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(here):
-    Path("mine.py").write_text(
-        "def calls(completion, turns):\n    return sum(len(t['calls']) for t in turns)\n"
-    )
+    Path("mine.py").write_text(COUNT_CALLS)
     call = {"name": "calculator", "arguments": "3*4", "result": "12", "outcome": "ok", "seconds": 0.0}
     turns = [
         {"action": "```calculator\n3*4\n```", "observation": "12", "calls": [call], "reward": 0.25},
@@ -145,38 +137,34 @@ def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(
     ]
     two = [turns, [{"action": "\\boxed{7}"}]]
     write("d.jsonl", [{"answer": "12", "turns": turns}, {"answer": "12", "turns": two}])
-    names = ["--reward", "math", "--reward", "environment", "--reward", "mine:calls"]
-    assert main(["score", "d.jsonl", *names, "code_paths=[.]"]) == 0
+    assert main(["score", "d.jsonl", *EPISODE_REWARDS]) == 0
     rows = lines("d.scored.jsonl")
     assert [row["completion"] for row in rows] == ["\\boxed{12}", "\\boxed{12}", "\\boxed{7}"]
-    called = {"math": 1, "environment": 0.75, "mine:calls": 1}
+    parts = {"math": 1, "environment": 0.75, "mine:calls": 1}
     assert [row["score"]["parts"] for row in rows] == [
-        called, called, {"math": 0, "environment": None, "mine:calls": 0}
+        parts, parts, {"math": 0, "environment": None, "mine:calls": 0}
     ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_samples_of_a_run_or_an_evaluation_are_scored_as_they_were_written(here, capsys):
-    Path("mine.py").write_text(
-        "def calls(completion, turns):\n    return sum(len(t['calls']) for t in turns)\n"
-    )
+    Path("mine.py").write_text(COUNT_CALLS)
     group = episodes()
     write_groups(Path("step_000001.parquet"), [group])
-    names = ["--reward", "math", "--reward", "environment", "--reward", "mine:calls"]
-    assert main(["score", "step_000001.parquet", *names, "code_paths=[.]"]) == 0
+    assert main(["score", "step_000001.parquet", *EPISODE_REWARDS]) == 0
     rows = lines("step_000001.scored.jsonl")
     parts = {name: [row["score"]["parts"][name] for row in rows] for name in rows[0]["score"]["parts"]}
     assert parts["math"] == group.rewards.tolist()
     assert parts["mine:calls"] == [1, 0, 0, 1] and parts["environment"] == [None, None, 1.0, None]
     assert rows[2]["turns"][0]["observation"] == "lower"
-    assert main(["score", "step_000001.scored.jsonl", *names, "code_paths=[.]"]) == 0
+    assert main(["score", "step_000001.scored.jsonl", *EPISODE_REWARDS]) == 0
     again = lines("step_000001.scored.scored.jsonl")
     assert [row["score"]["parts"] for row in again] == [row["score"]["parts"] for row in rows]
     Path("broken.parquet").write_text("no table")
     assert "broken.parquet: cannot be read as a table of samples" in refusal(capsys, "broken.parquet")
 
 
-def table_of(name, *rows):
+def write_table(name, *rows):
     columns = ("uid", "source", "problem", "answer", "sample", "completion", "finish_reason")
     pq.write_table(pa.Table.from_pylist([dict(zip(columns, row, strict=True)) for row in rows]), name)
 
@@ -189,7 +177,7 @@ def test_samples_of_one_prompt_are_scored_together_wherever_their_rows_are(here)
         "def cut(completion, finish_reason, group):\n"
         "    return (finish_reason == 'length') + 10 * len(group)\n"
     )
-    table_of(
+    write_table(
         "t.parquet",
         ("p", "sums", "1+1", "2", 1, "b", "length"),
         ("q", "sums", "1+2", "3", 0, "x", "stop"),
@@ -198,24 +186,24 @@ def test_samples_of_one_prompt_are_scored_together_wherever_their_rows_are(here)
     )
     names = ["--reward", "mine:among", "--reward", "mine:cut", "code_paths=[.]"]
     assert main(["score", "t.parquet", *names]) == 0
-    scored = lines("t.scored.jsonl")
-    assert [row["completion"] for row in scored] == ["c", "b", "a", "x"]
-    parts = [tuple(row["score"]["parts"].values()) for row in scored]
+    rows = lines("t.scored.jsonl")
+    assert [row["completion"] for row in rows] == ["c", "b", "a", "x"]
+    parts = [tuple(row["score"]["parts"].values()) for row in rows]
     assert parts == [(2, 30), (1, 31), (0, 30), (0, 10)]
 
 
 def test_messages_about_a_table_name_the_row(here, capsys):
     """The rows of a prompt need not be adjacent."""
     rows = [("p", "sums", "1+1", "2", 0, "b", "stop"), ("q", "sums", "1+2", "3", 0, "x", "stop")]
-    table_of("t.parquet", *rows, ("p", "sums", "1+1", "2", 1, None, "stop"))
+    write_table("t.parquet", *rows, ("p", "sums", "1+1", "2", 1, None, "stop"))
     assert "t.parquet:3: `completion` holds a null" in refusal(capsys, "t.parquet")
 
 
 @pytest.mark.slow
 def test_a_sample_that_the_engines_gave_up_is_unscored(here):
-    """It stands in the tables of an evaluation, without a text, which would count as wrong."""
+    """The tables of an evaluation have it with an empty text, which would count as wrong."""
     lost = ("p", "sums", "1+1", "2", 1, "", "error")
-    table_of("t.parquet", ("p", "sums", "1+1", "2", 0, "\\boxed{2}", "stop"), lost)
+    write_table("t.parquet", ("p", "sums", "1+1", "2", 0, "\\boxed{2}", "stop"), lost)
     assert main(["score", "t.parquet", "--reward", "math"]) == 0
     scores = [row["score"] for row in lines("t.scored.jsonl")]
     assert [(score["reward"], score["outcome"]) for score in scores] == [(1, "correct"), (None, "error")]
@@ -223,24 +211,24 @@ def test_a_sample_that_the_engines_gave_up_is_unscored(here):
 
 @pytest.mark.slow
 def test_a_table_that_lacks_the_columns_of_a_reward_is_refused(here, capsys):
-    """The data's own columns are not among the samples; all of them would count as wrong or unscored."""
-    table_of("t.parquet", ("p", "code", "write f", "-", 0, "def f(): pass", "stop"))
+    """Tables of samples lack other columns of the data; every sample would be wrong or unscored."""
+    write_table("t.parquet", ("p", "code", "write f", "-", 0, "def f(): pass", "stop"))
     error = refusal(capsys, "t.parquet", "--reward", "unit_tests")
     assert "reward unit_tests reads column `tests`, but t.parquet:1 has only answer, problem" in error
     assert "score a JSON Lines file that has it" in error and "give source code other rewards" in error
     Path("mine.py").write_text("def easy(completion, level, most=3):\n    return level < most\n")
-    own = ("--reward", "mine:easy", "code_paths=[.]")
-    assert "reward mine:easy reads column `level`, but t.parquet:1" in refusal(capsys, "t.parquet", *own)
+    options = ("--reward", "mine:easy", "code_paths=[.]")
+    assert "reward mine:easy reads column `level`, but t.parquet:1" in refusal(capsys, "t.parquet", *options)
     assert "but c.jsonl:1 has only answer, problem, right: add it to the file" in refusal(
-        capsys, "c.jsonl", *own
+        capsys, "c.jsonl", *options
     )
     write("c.jsonl", [row | {"level": 2} for row in ROWS])
-    assert main(["score", "c.jsonl", *own]) == 0
+    assert main(["score", "c.jsonl", *options]) == 0
 
 
 @pytest.mark.slow
 def test_weights_gates_and_columns_are_those_of_a_configuration(here):
-    """A weight that is no power of two is returned unchanged."""
+    """The total is exact for a weight that is not a power of two."""
     Path("mine.py").write_text("def bonus(completion, problem, right):\n    return 0.5 if right else -0.5\n")
     Path("lr=1e-6").mkdir()  # an existing path with "=" is no override
     Path("lr=1e-6/config.yaml").write_text(
@@ -268,33 +256,26 @@ def test_unscored_rows_are_null_with_a_reason(here, capsys):
     assert out.split("slowest: ")[1].startswith("c.jsonl:5 3")  # 3 s are 3,0.. ms
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ('{"completion": ', ["c.jsonl:6", "not valid JSON"]),
-        ('["a"]', ["c.jsonl:6", "a JSON list"]),
-        ({"answer": "1"}, ["c.jsonl:6", "one of `completion` and `completions`"]),
-        ({"answer": "1", "completion": "x", "completions": ["x"]}, ["c.jsonl:6", "one of `completion`"]),
-        ({"answer": "1", "completion": 3}, ["c.jsonl:6", "`completion` holds a int"]),
-        ({"answer": "1", "completions": ["x", None]}, ["c.jsonl:6", "`completions` holds a null"]),
-        ({"answer": "1", "completions": []}, ["c.jsonl:6", "empty list"]),
-        ({"completion": "x"}, ["c.jsonl:6", "no column `answer`", "--answer-column"]),
-        ({"completion": "x", "answer": [1]}, ["c.jsonl:6", "`answer` is a list"]),
-        ({"completion": "x", "answer": " "}, ["c.jsonl:6", "`answer` is empty"]),
-        ({"completion": "x", "answer": "1", "problem": 7}, ["c.jsonl:6", "`problem` is a int"]),
-        (
-            {"completion": "x", "answer": "1", "finish_reason": ["stop", "stop"]},
-            ["c.jsonl:6", "`finish_reason` has 2 values for 1 completions"],
-        ),
-        ({"answer": "1", "turns": "none"}, ["c.jsonl:6", "`turns` is no list of turns"]),
-        ({"answer": "1", "turns": [{"said": "x"}]}, ["c.jsonl:6", "expected objects with `action`"]),
-        ({"answer": "1", "turns": [{"action": "x", "reward": "y"}]}, ["c.jsonl:6", "the reward 'y'"]),
-        (
-            {"answer": "1", "completions": ["a", "b"], "turns": [{"action": "x"}]},
-            ["c.jsonl:6", "`turns` has 1 values for 2 completions"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "words"), [
+    ('{"completion": ', ["c.jsonl:6", "not valid JSON"]),
+    ('["a"]', ["c.jsonl:6", "a JSON list"]),
+    ({"answer": "1"}, ["c.jsonl:6", "one of `completion` and `completions`"]),
+    ({"answer": "1", "completion": "x", "completions": ["x"]}, ["c.jsonl:6", "one of `completion`"]),
+    ({"answer": "1", "completion": 3}, ["c.jsonl:6", "`completion` holds a int"]),
+    ({"answer": "1", "completions": ["x", None]}, ["c.jsonl:6", "`completions` holds a null"]),
+    ({"answer": "1", "completions": []}, ["c.jsonl:6", "empty list"]),
+    ({"completion": "x"}, ["c.jsonl:6", "no column `answer`", "--answer-column"]),
+    ({"completion": "x", "answer": [1]}, ["c.jsonl:6", "`answer` is a list"]),
+    ({"completion": "x", "answer": " "}, ["c.jsonl:6", "`answer` is empty"]),
+    ({"completion": "x", "answer": "1", "problem": 7}, ["c.jsonl:6", "`problem` is a int"]),
+    ({"completion": "x", "answer": "1", "finish_reason": ["stop", "stop"]},
+     ["c.jsonl:6", "`finish_reason` has 2 values for 1 completions"]),
+    ({"answer": "1", "turns": "none"}, ["c.jsonl:6", "`turns` is no list of turns"]),
+    ({"answer": "1", "turns": [{"said": "x"}]}, ["c.jsonl:6", "expected objects with `action`"]),
+    ({"answer": "1", "turns": [{"action": "x", "reward": "y"}]}, ["c.jsonl:6", "the reward 'y'"]),
+    ({"answer": "1", "completions": ["a", "b"], "turns": [{"action": "x"}]},
+     ["c.jsonl:6", "`turns` has 1 values for 2 completions"]),
+])  # fmt: skip
 def test_rows_that_cannot_be_scored_are_named(here, capsys, row, words):
     write("c.jsonl", [*ROWS, row])
     message = refusal(capsys, "c.jsonl")
@@ -348,15 +329,12 @@ def test_the_agreement_of_two_graders_by_hand():
 
 
 def test_a_disagreement_needs_one_right_and_one_wrong_verdict():
-    graders = {
-        "a": np.array([1, 1, NAN, 0, NAN]),
-        "b": np.array([1, 0, 1, 0, 0]),
-        "c": np.array([1, 1, 0, 0, NAN]),
-    }
+    verdicts = {"a": [1, 1, NAN, 0, NAN], "b": [1, 0, 1, 0, 0], "c": [1, 1, 0, 0, NAN]}
+    graders = {name: np.array(flags) for name, flags in verdicts.items()}
     assert disagreements(graders).tolist() == [False, True, True, False, False]
 
 
-OF_SOURCES = """
+BY_SOURCE = """
 model: {path: 'demo:tiny'}
 data:
   train:
@@ -374,8 +352,8 @@ rewards:
 
 @pytest.mark.slow
 def test_each_row_gets_the_rewards_of_its_source(here, capsys):
-    """A source without rewards of its own has those of all others; what a source has not is not unscored."""
-    Path("config.yaml").write_text(OF_SOURCES)
+    """A source that `by_source` lacks has the common rewards; a reward of another source is not unscored."""
+    Path("config.yaml").write_text(BY_SOURCE)
     rows = [
         {"answer": "2", "completion": "\\boxed{2}", "source": "sums"},
         {"answer": "yes", "completion": "\\boxed{yes}", "source": "words"},
@@ -386,11 +364,6 @@ def test_each_row_gets_the_rewards_of_its_source(here, capsys):
     assert main(["score", "c.jsonl", "config.yaml"]) == 0
     scores = [row["score"] for row in lines("c.scored.jsonl")]
     assert [score["reward"] for score in scores] == [2, 3, 0, 0]
-    assert [list(score["parts"]) for score in scores] == [
-        ["math"],
-        ["exact"],
-        ["exact"],
-        ["math"],
-    ]
+    assert [list(score["parts"]) for score in scores] == [["math"], ["exact"], ["exact"], ["math"]]
     printed = capsys.readouterr().out
     assert "total of words" in printed and "total of another" in printed and "unscored:" not in printed

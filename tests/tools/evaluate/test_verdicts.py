@@ -21,17 +21,9 @@ def test_samples_vote_with_their_final_answer_and_not_a_guess_in_the_thought(clo
     texts += ["\\boxed{7}", f"maybe \\boxed{{7}}{closing}It is \\boxed{{8}}.", "\\boxed{8}"]
     right = np.array([0, 0, 0, 1, 1], np.float32)
     prompt = replace(fakes.prompts(1)[0], answer="8", thought=Thought(closing.replace("/", ""), closing))
+    ids, logprobs, versions = np.array([1], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32)
     rollouts = tuple(
-        Rollout(
-            prompt.uid,
-            i,
-            np.array([1], np.int32),
-            np.zeros(1, np.float32),
-            "stop",
-            text,
-            np.zeros(1, np.int32),
-        )
-        for i, text in enumerate(texts)
+        Rollout(prompt.uid, i, ids, logprobs, "stop", text, versions) for i, text in enumerate(texts)
     )
     outcomes = tuple("correct" if flag else "wrong" for flag in right)
     with GraderPool(1, timeout_s=HANG_S) as pool:

@@ -1,4 +1,4 @@
-"""The commands of the guide "After training", on runs that are made here: exports, merging, vLLM's server."""
+"""The commands of the guide "After training", on made-up runs: exports, merging, vLLM's server."""
 
 import json
 import math
@@ -23,7 +23,7 @@ GUIDE = ROOT / "grpo_dist/guides/after_training.md"
 
 @pytest.fixture
 def place(tiny_model, tmp_path, monkeypatch):
-    """Return the guide's directory: a run of all weights, and one of an adapter."""
+    """Return the guide's directory: a run that trained all weights, and one that trained an adapter."""
     for name, policy in (("mine", {}), ("lora", {"lora": {"rank": 4}})):
         config = fakes.config(model={"path": str(tiny_model), "dtype": "float32"}, name=name, policy=policy)
         for step in (2, 4):
@@ -33,20 +33,20 @@ def place(tiny_model, tmp_path, monkeypatch):
 
 
 def run(command, **how):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, **how)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, **how)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
 
 
 @pytest.mark.machine
 @pytest.mark.slow
 def test_the_guide_exports_merges_and_serves(place, tiny_model):
-    shown = blocks(GUIDE)
+    snippets = blocks(GUIDE)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for command in next(block for block in shown if block.mode == "run").commands:
+    for command in next(block for block in snippets if block.mode == "run").commands:
         run([sys.executable, "-m", "grpo_dist.cli", *shlex.split(command)[1:]], env=environment)
-    run([sys.executable, "-c", next(block for block in shown if block.language == "python").text])
+    run([sys.executable, "-c", next(block for block in snippets if block.language == "python").text])
     assert (place / "merged/model.safetensors").is_file() and (place / "mine-2/README.md").is_file()
-    serve = next(c for b in shown for c in b.text.splitlines() if "--lora-modules" in c)
+    serve = next(c for b in snippets for c in b.text.splitlines() if "--lora-modules" in c)
     port = free_port()
     settings = [
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "128",
@@ -80,7 +80,7 @@ def ask(server, port, model, log):
                 return json.load(reply)["choices"][0]["logprobs"]["token_logprobs"]
         except HTTPError as error:
             raise AssertionError(error.read().decode()) from error
-        except URLError:  # it does not listen yet
+        except URLError:  # the server does not listen yet
             return None
 
     return wait_until(answer, lambda: log.read_text()[-3000:])

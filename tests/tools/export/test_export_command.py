@@ -27,15 +27,15 @@ IDS = torch.arange(11, 43)[None]
 
 
 @pytest.fixture(scope="module")
-def made(tiny_model, tmp_path_factory):
+def base_run(tiny_model, tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("made") / "mine", tiny_model)
 
 
 @pytest.fixture
-def run(made, tmp_path, monkeypatch):
+def run(base_run, tmp_path, monkeypatch):
     """A run of four steps with checkpoints of 2 and 3, of which only 2 was evaluated."""
     monkeypatch.chdir(tmp_path)
-    run_dir, model = made
+    run_dir, model = base_run
     return Path(shutil.copytree(run_dir, tmp_path / "runs/mine")), model
 
 
@@ -48,7 +48,7 @@ def make_run(run_dir, base, dtype=torch.float32, **changes):
     return run_dir, model
 
 
-def card_of(directory):
+def read_card(directory):
     """Return the metadata and the text of a model card."""
     _, metadata, text = (directory / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(metadata), text
@@ -75,7 +75,7 @@ def test_the_newest_checkpoint_becomes_a_directory_of_transformers(run, tiny_mod
 def test_the_card_names_model_data_settings_and_accuracy(run):
     run_dir, _ = run
     assert main(["export", f"{run_dir}@2", "--out", "out"]) == 0
-    metadata, text = card_of(run_dir.parents[1] / "out")
+    metadata, text = read_card(run_dir.parents[1] / "out")
     assert metadata["library_name"] == "transformers" and "base_model" not in metadata
     assert "2 of 4 steps of reinforcement learning (GRPO)" in text
     assert "| held | pass@1 | 25.0% ± 3.0% | 50.0% ± 4.0% |" in text
@@ -85,22 +85,19 @@ def test_the_card_names_model_data_settings_and_accuracy(run):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A cache of the hub that has a model and a data set."""
+    """A cache of the hub that has two models and a data set."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("models--Qwen--Qwen3-4B", "datasets--openai--gsm8k", "models--runs--local"):
         (tmp_path / "hub" / name / "snapshots/1cfa9a7").mkdir(parents=True)
 
 
-@pytest.mark.parametrize(
-    ("path", "base"),
-    [
-        ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
-        ("/secret/model", None),
-        ("secret/model", None),  # relative to where the run was started
-        ("secret/model.gguf", None),
-        ("runs/local", None),
-    ],
-)
+@pytest.mark.parametrize(("path", "base"), [
+    ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
+    ("/secret/model", None),
+    ("secret/model", None),  # relative to where the run was started
+    ("secret/model.gguf", None),
+    ("runs/local", None),
+])  # fmt: skip
 def test_the_card_names_a_model_and_data_of_the_hub_but_no_path_of_the_machine(tmp_path, hub, path, base):
     (tmp_path / "runs/local").mkdir(parents=True)  # a run reads it, whatever the hub has
     train = [{"path": p} for p in ("openai/gsm8k", "/secret/a.jsonl", "secret/b.jsonl", "secret/rows")]
@@ -111,38 +108,22 @@ def test_the_card_names_a_model_and_data_of_the_hub_but_no_path_of_the_machine(t
     assert not any(word in card for word in ("secret/", "runs/")) and "It was not measured." in card
 
 
-LORA = {"lora": {"rank": 20}}
 SERVE = "vllm serve {} --enable-lora --max-lora-rank 32 --lora-modules trained=THIS_DIRECTORY"
 
 
-@pytest.mark.parametrize(
-    ("changes", "adapter", "base", "words"),
-    [
-        ({"model": {"path": "Qwen/Qwen3-4B"}}, True, "Qwen/Qwen3-4B", [SERVE.format("Qwen/Qwen3-4B")]),
-        ({"model": {"path": "demo:tiny"}}, True, None, [SERVE.format("BASE_MODEL"), "adapter_config.json"]),
-        (
-            {"model": {"path": "sft"}},
-            True,
-            None,
-            [
-                "for the cold start of its run, which is supervised training of [Qwen/Qwen3-4B]",
-                SERVE.format("BASE_MODEL"),
-                "`base_model_name_or_path`",
-                "without `--adapter`",
-            ],
-        ),
-        (
-            {"model": {"path": "sft"}},
-            False,
-            "Qwen/Qwen3-4B",
-            ["vllm serve THIS_DIRECTORY", "supervised first"],
-        ),
-        ({"policy": {"lora": {"rank": 600}}}, True, None, ["vLLM serves adapters up to rank 512"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "adapter", "base", "words"), [
+    ({"model": {"path": "Qwen/Qwen3-4B"}}, True, "Qwen/Qwen3-4B", [SERVE.format("Qwen/Qwen3-4B")]),
+    ({"model": {"path": "demo:tiny"}}, True, None, [SERVE.format("BASE_MODEL"), "adapter_config.json"]),
+    ({"model": {"path": "sft"}}, True, None,
+     ["for the cold start of its run, which is supervised training of [Qwen/Qwen3-4B]",
+      SERVE.format("BASE_MODEL"), "`base_model_name_or_path`", "without `--adapter`"]),
+    ({"model": {"path": "sft"}}, False, "Qwen/Qwen3-4B", ["vllm serve THIS_DIRECTORY", "supervised first"]),
+    ({"policy": {"lora": {"rank": 600}}}, True, None, ["vLLM serves adapters up to rank 512"]),
+])  # fmt: skip
 def test_the_card_of_an_adapter_names_the_weights_that_it_fits(tmp_path, hub, changes, adapter, base, words):
     sft = {"model": "Qwen/Qwen3-4B", "data": ["right.jsonl"]}
-    card = model_card(fakes.config(**{"policy": LORA, "sft": sft} | changes), tmp_path, 3, adapter=adapter)
+    base_config = {"policy": {"lora": {"rank": 20}}, "sft": sft}
+    card = model_card(fakes.config(**base_config | changes), tmp_path, 3, adapter=adapter)
     assert yaml.safe_load(card.split("---\n")[1]).get("base_model") == base
     assert all(word in card for word in words), card
 
@@ -152,33 +133,17 @@ def test_ranks_are_those_that_the_installed_vllm_takes():
     assert f"MaxLoRARanks = Literal[{', '.join(map(str, VLLM_RANKS))}]" in source.read_text()
 
 
-@pytest.mark.parametrize(
-    ("rewards", "row"),
-    [
-        ({"overlong_buffer": {"tokens": 2, "penalty": 0.5}}, "math × 1, overlong × 0.5"),
-        (
-            {
-                "functions": [
-                    {"function": "math", "gate": "format", "gate_above": 0.5},
-                    {"function": "format"},
-                ]
-            },
-            "math × 1 where format > 0.5, format × 1",
-        ),
-        (
-            {
-                "by_source": {
-                    "add3": {"functions": [{"function": "exact", "weight": 2}], "models": ["taste"]},
+@pytest.mark.parametrize(("rewards", "row"), [
+    ({"overlong_buffer": {"tokens": 2, "penalty": 0.5}}, "math × 1, overlong × 0.5"),
+    ({"functions": [{"function": "math", "gate": "format", "gate_above": 0.5}, {"function": "format"}]},
+     "math × 1 where format > 0.5, format × 1"),
+    ({"by_source": {"add3": {"functions": [{"function": "exact", "weight": 2}], "models": ["taste"]},
                     "add4": {"functions": [{"function": "choice"}]},
-                    "add5": {"functions": [{"function": "choice"}]},
-                },
-                "models": [{"name": "taste", "path": "/secret/judge", "weight": 0.1}],
-                "overlong_buffer": {"tokens": 2, "penalty": 0.5},
-            },
-            "add3: exact × 2, overlong × 0.5, taste × 0.1; add4, add5: choice × 1, overlong × 0.5",
-        ),
-    ],
-)
+                    "add5": {"functions": [{"function": "choice"}]}},
+      "models": [{"name": "taste", "path": "/secret/judge", "weight": 0.1}],
+      "overlong_buffer": {"tokens": 2, "penalty": 0.5}},
+     "add3: exact × 2, overlong × 0.5, taste × 0.1; add4, add5: choice × 1, overlong × 0.5"),
+])  # fmt: skip
 def test_the_card_has_the_rewards_of_each_source(tmp_path, rewards, row):
     data = {"train": [{"path": f"demo:{name}"} for name in ("add3", "add4", "add5")]}
     card = model_card(fakes.config(rewards=rewards, data=data), tmp_path, 3)
@@ -188,9 +153,9 @@ def test_the_card_has_the_rewards_of_each_source(tmp_path, rewards, row):
 def test_weights_are_written_in_another_type(run):
     run_dir, trained = run
     assert main(["export", str(run_dir), "--dtype", "bfloat16"]) == 0
-    written = load_file(run_dir / "export/step_000003_bfloat16/model.safetensors")
+    tensors = load_file(run_dir / "export/step_000003_bfloat16/model.safetensors")
     weights = trained.state_dict()
-    assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in written.items())
+    assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in tensors.items())
 
 
 @pytest.mark.slow
@@ -201,22 +166,12 @@ def test_a_run_in_bfloat16_is_exported_in_it_on_any_machine(tiny_model, tmp_path
     assert loaded.dtype == torch.bfloat16 and torch.equal(logits(loaded), logits(trained))
 
 
-@pytest.mark.parametrize(
-    ("policy", "options", "bound"),
-    slow_after(
-        [
-            ({}, [], "largest difference of log-probs from the checkpoint 0 nats (bound 0.001)"),
-            ({}, ["--dtype", "float32"], "(bound 0.1)"),
-            ({"lora": {"rank": 4}}, [], "(bound 0.1)"),
-            (
-                {"lora": {"rank": 4}},
-                ["--adapter"],
-                "largest difference of log-probs from the checkpoint 0 nats",
-            ),
-        ],
-        1,
-    ),
-)
+@pytest.mark.parametrize(("policy", "options", "bound"), slow_after([
+    ({}, [], "largest difference of log-probs from the checkpoint 0 nats (bound 0.001)"),
+    ({}, ["--dtype", "float32"], "(bound 0.1)"),
+    ({"lora": {"rank": 4}}, [], "(bound 0.1)"),
+    ({"lora": {"rank": 4}}, ["--adapter"], "largest difference of log-probs from the checkpoint 0 nats"),
+], 1))  # fmt: skip
 def test_only_rounded_weights_may_give_other_log_probs(tiny_model, tmp_path, capsys, policy, options, bound):
     run_dir, _ = make_run(tmp_path / "run", tiny_model, torch.bfloat16, policy=policy)
     assert main(["export", str(run_dir), *options]) == 0
@@ -234,7 +189,7 @@ def test_an_adapter_is_merged_or_written_alone(tiny_model, tmp_path, capsys):
     assert torch.allclose(logits(adapted.eval()), expected, atol=1e-5)
     assert f"the base model of the adapter is {tiny_model}, on this machine alone" in capsys.readouterr().out
     assert not (alone / "model.safetensors").exists() and (alone / "tokenizer.json").is_file()
-    metadata, text = card_of(alone)
+    metadata, text = read_card(alone)
     assert metadata["library_name"] == "peft" and "--enable-lora" in text and "| LoRA | rank 4" in text
 
 
@@ -244,12 +199,12 @@ def test_files_that_are_not_the_checkpoint_are_removed(
 ):
     """A weight that is off by one per cent is far below what rounding would explain."""
     run_dir, _ = make_run(tmp_path / "run", tiny_model, dtype)
-    written = exporting.write_loaded
+    write = exporting.write_loaded
 
     def spoiled(model, *rest, **how):
         with torch.no_grad():
             model.get_input_embeddings().weight.mul_(factor)
-        written(model, *rest, **how)
+        write(model, *rest, **how)
 
     monkeypatch.setattr(exporting, "write_loaded", spoiled)
     assert main(["export", str(run_dir)]) == 1
@@ -257,19 +212,16 @@ def test_files_that_are_not_the_checkpoint_are_removed(
     assert list((run_dir / "export").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["runs/none"], "runs/none: no run directory"),
-        (["runs/mine@7"], "no such checkpoint in runs/mine/checkpoints; it has 2, 3"),
-        (["runs/mine", "--adapter"], "--adapter: runs/mine trained all weights"),
-        (["runs/mine", "--out", "runs"], "runs: the directory is not empty"),
-        (["runs/mine", "--out", "runs/mine/config.yaml"], "config.yaml: a file or link"),
-        (["runs/mine", "--push", "x"], "--push x: no repository's name; expected USER/REPO"),
-        (["runs/mine", "--push", "me/x"], "--push me/x: no token for the hub; set HF_TOKEN"),
-        (["runs/mine", "steps=3"], "steps=3: export takes one run directory and no settings"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["runs/none"], "runs/none: no run directory"),
+    (["runs/mine@7"], "no such checkpoint in runs/mine/checkpoints; it has 2, 3"),
+    (["runs/mine", "--adapter"], "--adapter: runs/mine trained all weights"),
+    (["runs/mine", "--out", "runs"], "runs: the directory is not empty"),
+    (["runs/mine", "--out", "runs/mine/config.yaml"], "config.yaml: a file or link"),
+    (["runs/mine", "--push", "x"], "--push x: no repository's name; expected USER/REPO"),
+    (["runs/mine", "--push", "me/x"], "--push me/x: no token for the hub; set HF_TOKEN"),
+    (["runs/mine", "steps=3"], "steps=3: export takes one run directory and no settings"),
+])  # fmt: skip
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     run, monkeypatch, capsys, arguments, words
 ):
@@ -313,7 +265,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(run, monkeypatch, 
 
 
 class Hub:
-    """What `HfApi` was asked for."""
+    """Stands in for `HfApi`, and records the calls."""
 
     endpoint, calls = "https://hub", []
 
@@ -326,7 +278,7 @@ class Hub:
 
 @pytest.fixture
 def uploads(monkeypatch):
-    """The calls of a hub that takes what it gets."""
+    """Return the calls of a hub that accepts every upload."""
     monkeypatch.setenv("HF_TOKEN", "hf_made_for_a_test")
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(Hub, "calls", [])
@@ -372,7 +324,7 @@ def test_what_is_another_export_is_not_uploaded(run, uploads, capsys, how):
 
 @pytest.mark.slow
 def test_a_refused_upload_keeps_the_files_and_says_how_to_go_on(run, monkeypatch, capsys):
-    """The real client of the hub, and a server that takes no token."""
+    """The real client of the hub, and a server that refuses every token."""
     run_dir, _ = run
 
     class Refuse(BaseHTTPRequestHandler):
@@ -382,7 +334,7 @@ def test_a_refused_upload_keeps_the_files_and_says_how_to_go_on(run, monkeypatch
             self.wfile.write(json.dumps({"error": "Invalid username or password."}).encode())
 
         def log_message(self, *_):
-            """Print nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Refuse) as server:
         Thread(target=server.serve_forever, daemon=True).start()

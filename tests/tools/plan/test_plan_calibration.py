@@ -1,4 +1,4 @@
-"""What a calibrated plan takes from a benchmark, on made results."""
+"""What a calibrated plan takes from a benchmark, on made-up results."""
 
 from dataclasses import replace
 
@@ -16,25 +16,22 @@ from tests.support.plans import model_of
 from tests.tools.plan.test_plan import cpu_config, result
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"policy": {"zero_stage": 0}},
-        {"policy": {"zero_stage": 2}},
-        {"policy": {"zero_stage": 3}},
-        {"weight_sync": {"deltas": True}},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"policy": {"zero_stage": 0}},
+    {"policy": {"zero_stage": 2}},
+    {"policy": {"zero_stage": 3}},
+    {"weight_sync": {"deltas": True}},
+])  # fmt: skip
 def test_the_weight_sync_of_the_benchmarks_own_configuration_takes_what_it_took(changes):
     c = cpu_config(**changes)
     measured = result(c)
-    made = calibrate(measured, parse_cluster("1x0xCPU"))
-    own = Config.model_validate(measured.config)
-    planned = Rates(own, model_of(own), Sizes.from_config(own, gpu=False), made.peaks, made.reached).sync_s()
+    cal = calibrate(measured, parse_cluster("1x0xCPU"))
+    cfg = Config.model_validate(measured.config)
+    planned = Rates(cfg, model_of(cfg), Sizes.from_config(cfg, gpu=False), cal.peaks, cal.reached).sync_s()
     assert planned == pytest.approx(measured.figures["sync/step_s"])
 
 
-def refused(tmp_path, measured, **changes):
+def refusal(tmp_path, measured, **changes):
     """Return why a plan with the result ``measured`` is refused."""
     measured.write(tmp_path / "bench.json")
     with pytest.raises(UserError) as error:
@@ -43,22 +40,22 @@ def refused(tmp_path, measured, **changes):
 
 
 def test_a_benchmark_of_another_versions_configuration_is_refused_in_one_line(tmp_path):
-    made = result(cpu_config())
-    said = refused(tmp_path, replace(made, config=made.config | {"gone": 1}))
-    assert said.startswith("--bench: ") and "`gone`" in said and "measure again with this version" in said
-    assert "\n" not in said
+    base = result(cpu_config())
+    text = refusal(tmp_path, replace(base, config=base.config | {"gone": 1}))
+    assert text.startswith("--bench: ") and "`gone`" in text and "measure again with this version" in text
+    assert "\n" not in text
 
 
 def test_prompts_of_a_benchmark_that_the_run_would_drop_are_refused(tmp_path):
-    said = refused(
+    message = refusal(
         tmp_path, result(cpu_config()), data={"train": [{"path": "demo:add3"}], "max_prompt_tokens": 8}
     )
-    assert "bench.json: its prompts have 16 tokens" in said and "`data.max_prompt_tokens` = 8" in said
+    assert "bench.json: its prompts have 16 tokens" in message and "`data.max_prompt_tokens` = 8" in message
 
 
 @pytest.mark.parametrize("steps", [True, False])
 def test_a_plan_of_a_benchmark_with_tools_waits_for_them_as_often(tmp_path, steps):
-    """Three turns of a sample, and 0.6 s after each on average: 0.9 s between two."""
+    """Three turns in a sample, with 0.6 s per turn on average: 0.9 s between two turns."""
     tools = {"data": {"train": [{"path": "demo:add3", "environment": "python"}]}}
     c = cpu_config(**tools)
     base = result(c)

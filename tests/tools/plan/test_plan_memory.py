@@ -40,18 +40,15 @@ def gpu(**changes):
     return config(model={"path": "Qwen/Qwen2.5-7B"} | changes.pop("model", {}), **changes)
 
 
-@pytest.mark.parametrize(
-    "hub_id, parameters",
-    [  # from their model cards or the index of their checkpoint
-        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
-        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
-        ("Qwen/Qwen2.5-Math-7B-Instruct", 7_615_616_512),
-        ("Qwen/Qwen2.5-32B", 32_763_876_352),
-        ("Qwen/Qwen3-8B-Base", 8_190_735_360),
-        ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
-        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
-    ],
-)
+@pytest.mark.parametrize("hub_id, parameters", [  # from the model cards or checkpoint indices
+    ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
+    ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
+    ("Qwen/Qwen2.5-Math-7B-Instruct", 7_615_616_512),
+    ("Qwen/Qwen2.5-32B", 32_763_876_352),
+    ("Qwen/Qwen3-8B-Base", 8_190_735_360),
+    ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
+    ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+])  # fmt: skip
 def test_published_models_have_their_published_sizes(hub_id, parameters):
     assert published(hub_id).parameters == parameters
 
@@ -73,7 +70,7 @@ def test_adapters_are_counted_as_peft_makes_them(tiny_model):
 
 @pytest.mark.parametrize(
     "policy, dtype, bytes_each",
-    [  # (weights, gradients, optimiser), bytes a parameter on each of 4 ranks
+    [  # (weights, gradients, optimiser) in bytes per parameter on each of 4 ranks
         ({"zero_stage": 0}, "float32", (4, 4, 8)),
         ({"zero_stage": 1}, "float32", (4, 4 + 1, 3)),
         ({"zero_stage": 1}, "bfloat16", (2, 4, 3)),
@@ -88,16 +85,16 @@ def test_adapters_are_counted_as_peft_makes_them(tiny_model):
 )
 def test_states_of_a_rank_by_zero_stage(policy, dtype, bytes_each):
     planned = gpu(policy={"num_workers": 4} | policy, model={"dtype": dtype})
-    found = states(planned.policy, model_of(planned), Sizes.from_config(planned, gpu=True))
-    assert [v / 7_615_616_512 for v in found.values()] == pytest.approx(list(bytes_each))
+    memory = states(planned.policy, model_of(planned), Sizes.from_config(planned, gpu=True))
+    assert [v / 7_615_616_512 for v in memory.values()] == pytest.approx(list(bytes_each))
 
 
 def test_offloaded_states_are_in_host_memory():
     planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "offload": {"optimizer": "cpu"}})
     rank = policy_rank(planned, model_of(planned), Sizes.from_config(planned, gpu=True), LENGTHS)
     states = 4 * 7_615_616_512  # (12 + 4) / 4 ranks
-    own, whole = 12 / 4 * 7_615_616_512, 2 * 7_615_616_512  # written from copies in host memory
-    assert sum(rank.host.values()) == pytest.approx(states + own)
+    shard, whole = 12 / 4 * 7_615_616_512, 2 * 7_615_616_512  # written from copies in host memory
+    assert sum(rank.host.values()) == pytest.approx(states + shard)
     assert rank.host_first == pytest.approx({"checkpoint": whole})  # by the first rank
 
 
@@ -114,16 +111,22 @@ def test_rank_0_and_each_process_of_an_engine_hold_a_copy_of_the_weights_for_del
     ranks = {"policy": policy_rank(deltas, model, sizes, LENGTHS)}
     without = {"policy": policy_rank(whole, model, sizes, LENGTHS)}
     more = host_bytes(ranks, {"policy": 4}, per_node=8) - host_bytes(without, {"policy": 4}, per_node=8)
-    assert more == 2 * 7_615_616_512  # of four ranks on the node, one sends
+    assert more == 2 * 7_615_616_512  # one of the four ranks on the node sends
 
 
 def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
     planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "lora": {"rank": 8}})
-    found = states(planned.policy, model_of(planned), Sizes.from_config(planned, gpu=True))
+    memory = states(planned.policy, model_of(planned), Sizes.from_config(planned, gpu=True))
     adapters = 28 * 8 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
-    assert found == {
+    assert memory == {
         "weights": 2 * (7_615_616_512 + adapters), "gradients": adapters, "optimiser": 3 * adapters
     }  # fmt: skip
+
+
+def activations(shape, sizes, tokens, attended, checkpointing=False):
+    model = from_config_json(shape, "")
+    how = {"longest": 128, "checkpointing": checkpointing}
+    return activation_bytes(model, sizes, tokens=tokens, attended=attended, **how)
 
 
 @pytest.mark.parametrize("dtype, itemsize", [(torch.float32, 4), (torch.bfloat16, 2)])
@@ -131,42 +134,33 @@ def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
 def test_activations_are_those_that_a_real_forward_pass_keeps(dtype, itemsize, kind, prompt):
     shape = SHAPE | {"model_type": kind, "num_hidden_layers": 8}
     how = {"checkpointing": False, "prompt": max(prompt, 1), "total": 128}
-    kept, stream, rows = kept_for_backward(shape, dtype, block_spans, **how)
-    sizes = Sizes(False, itemsize, 0, 0, 0)
-    found = activation_bytes(
-        from_config_json(shape, ""), sizes, tokens=stream, attended=rows, longest=128, checkpointing=False
-    )
-    assert found == pytest.approx(kept, rel=0.02)
+    actual, stream, rows = kept_for_backward(shape, dtype, block_spans, **how)
+    estimate = activations(shape, Sizes(False, itemsize, 0, 0, 0), stream, rows)
+    assert estimate == pytest.approx(actual, rel=0.02)
 
 
 @pytest.mark.parametrize("prompt", [1, 48])
 def test_activations_on_gpus_are_those_of_a_variable_length_kernel(prompt):
     shape = SHAPE | {"num_hidden_layers": 8}
     kernel = partial(varlen_spans, varlen_that_keeps)
-    kept, stream, rows = kept_for_backward(
+    actual, stream, rows = kept_for_backward(
         shape, torch.bfloat16, kernel, checkpointing=False, prompt=prompt, total=128
     )
-    sizes = Sizes(True, 2, 0, 0, 0, varlen=True)
-    found = activation_bytes(
-        from_config_json(shape, ""), sizes, tokens=stream, attended=rows, longest=128, checkpointing=False
-    )
-    assert found == pytest.approx(kept, rel=0.02)
+    estimate = activations(shape, Sizes(True, 2, 0, 0, 0, varlen=True), stream, rows)
+    assert estimate == pytest.approx(actual, rel=0.02)
 
 
 def test_with_checkpointing_a_layer_keeps_its_input_and_one_is_computed_again():
     few, many = SHAPE | {"num_hidden_layers": 2}, SHAPE | {"num_hidden_layers": 10}
     how = {"checkpointing": True, "prompt": 1, "total": 64}
-    kept = [kept_for_backward(s, torch.bfloat16, block_spans, **how) for s in (few, many)]
-    sizes = Sizes(False, 2, 0, 0, 0)
-    found = [
-        activation_bytes(
-            from_config_json(s, ""), sizes, tokens=k[1], attended=k[2], longest=128, checkpointing=True
-        )
-        for s, k in zip((few, many), kept, strict=True)
+    actual = [kept_for_backward(s, torch.bfloat16, block_spans, **how) for s in (few, many)]
+    estimates = [
+        activations(shape, Sizes(False, 2, 0, 0, 0), stream, rows, checkpointing=True)
+        for shape, (_, stream, rows) in zip((few, many), actual, strict=True)
     ]
     # Saved tensors exclude the layer that the backward pass recomputes.
-    assert found[1] - found[0] == kept[1][0] - kept[0][0] == 8 * kept[0][1] * 2 * 64
-    assert found[0] > kept[0][0]
+    assert estimates[1] - estimates[0] == actual[1][0] - actual[0][0] == 8 * actual[0][1] * 2 * 64
+    assert estimates[0] > actual[0][0]
 
 
 def test_a_rank_of_7b_by_hand():
@@ -197,18 +191,18 @@ def test_an_update_takes_the_memory_that_was_measured_on_an_h100(stage, tmp_path
     record = json.loads((MEASURED / "h100_zero2_zero3.json").read_text())
     task = CheckTask(str(stage), False, tmp_path, {MEMORY: 85_017_493_504.0})
     size = UpdateSize(128, 480, 8, 4)
-    made = update_config(task, size, dtype="bfloat16", zero_stage=stage)
-    made = made.model_copy(update={"model": made.model.model_copy(update={"kernels": "torch"})})
-    expected = planned(task, made, size)
+    settings = update_config(task, size, dtype="bfloat16", zero_stage=stage)
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"kernels": "torch"})})
+    expected = planned(task, settings, size)
     assert size.rows * size.row == record["figures"][f"zero{stage}/tokens"]
     peak = record["figures"][f"zero{stage}/peak_bytes"]
     now, then = expected.total - expected.parts["runtime"], record["figures"][f"zero{stage}/planned_bytes"]
-    # Then queries were repeated for each row, and the outputs kept both so and once.
+    # At that time queries were repeated for each row, and outputs were kept both repeated and once.
     query, heads, rows = 896, 14, size.groups * size.samples * size.row
     now += 24 * (rows * (4 * query + 4 * heads) - size.micro_batch * (2 * query + 4 * heads))
     assert now == pytest.approx(peak, rel=0.01)
-    said = f"memory {1 - peak / then:.1%} below plan, {1 - peak / now:.1%} below what plan says since"
-    assert said.replace("%", " %") in (ROOT / "grpo_dist/guides/gpus.md").read_text()
+    summary = f"memory {1 - peak / then:.1%} below plan, {1 - peak / now:.1%} below what plan says since"
+    assert summary.replace("%", " %") in (ROOT / "grpo_dist/guides/gpus.md").read_text()
 
 
 def test_sequence_parallel_ranks_share_the_tokens_of_a_micro_batch():
@@ -243,17 +237,13 @@ def test_rows_of_a_packed_stream_have_their_own_prompts():
 
 def test_the_cache_of_an_engine_gets_the_memory_left_by_weights_and_overhead():
     c = gpu(rollout={"tensor_parallel_size": 2, "max_num_seqs": 256, "gpu_memory_utilization": 0.9})
-    model, sizes, card = (
-        model_of(c),
-        Sizes.from_config(c, gpu=True),
-        parse_cluster("1x8xH100").card,
-    )
+    model, sizes, card = model_of(c), Sizes.from_config(c, gpu=True), parse_cluster("1x8xH100").card
     engine = rollout_engine(c, model, sizes, LENGTHS, memory=card.memory)
     token = 2 * 28 * 2 * 128 * 2  # keys and values, layers, half of 4 heads of size 128, bfloat16
     others = 7_615_616_512 + 8192 * (3 * 18944 // 2 + 4 * 3584) * 2 + 3 * 256 * 152064 * 4 + 2 * GIB
     assert engine.token_bytes == token and engine.cache == int(81_559 * 2**20 * 0.9) - others
     assert engine.longest == engine.cache // token // (512 + 4)
-    assert engine.mean == 256  # the most that are decoded at once
+    assert engine.mean == 256  # the maximum batch of decoding
     assert engine.total == int(81_559 * 2**20 * 0.9)
     small = rollout_engine(
         c, model, sizes, LENGTHS, memory=parse_cluster("1x1xL4").card.memory, asleep=2 * GIB
@@ -272,13 +262,13 @@ def test_each_process_of_an_engine_remembers_texts_for_drafts():
         engine, without = (rollout_engine(c, model, sizes, LENGTHS, memory=memory) for c in (drafts, plain))
         assert engine.cache == without.cache
         assert engine.total_host + engine.total - without.total_host - without.total == texts
-        own, bare = (with_snapshot(e, plain.policy, model, sizes, engines=1) for e in (engine, without))
-        assert own.total_host + own.total - bare.total_host - bare.total == texts
+        full, bare = (with_snapshot(e, plain.policy, model, sizes, engines=1) for e in (engine, without))
+        assert full.total_host + full.total - bare.total_host - bare.total == texts
         assert engine.total_host == (texts if sizes.gpu else 0)
 
 
 def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
-    """Those of the cache and of an engine's samples, of two steps; int16 for the tokens of a micro-batch."""
+    """An engine keeps routes of its cache and of the samples of two steps; a rank, int16 per micro-batch."""
     on, off = (
         gpu(
             model={"path": "Qwen/Qwen3-30B-A3B"},
@@ -294,9 +284,9 @@ def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
     cached = engine.cache // engine.token_bytes
     assert engine.host == {"routes": (cached + 2 * 8 * 4 * (100 + 300) // 2) * 48 * 8}
     assert (engine.parts, plain.host) == (plain.parts, {})
-    own = rollout_engine(on, model, sizes, LENGTHS, memory=card.memory, trains=False)
-    evaluating = with_snapshot(own, on.policy, model, sizes, engines=1)
-    assert evaluating.host["routes"] == cached * 48 * 8  # for the sync probe; samples do not keep theirs
+    evaluator = rollout_engine(on, model, sizes, LENGTHS, memory=card.memory, trains=False)
+    evaluating = with_snapshot(evaluator, on.policy, model, sizes, engines=1)
+    assert evaluating.host["routes"] == cached * 48 * 8  # for the sync probe; samples keep no routes
     rank = policy_rank(on, model, sizes, LENGTHS).parts
     assert rank["routes"] == 8192 * 48 * 8 * 2
     assert policy_rank(off, model, sizes, LENGTHS).parts == {k: v for k, v in rank.items() if k != "routes"}
@@ -307,18 +297,18 @@ def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
 
 def test_a_reference_keeps_nothing_for_a_backward_pass():
     c = gpu(algorithm={"kl": {"coef": 0.1}})
-    found = reference_worker(c.max_length, model_of(c), Sizes.from_config(c, gpu=True)).parts
-    assert found["weights"] == 2 * 7_615_616_512 and "gradients" not in found
-    assert found["activations"] == 16384 * (3 * 18944 + 3 * 3584) * 2
+    parts = reference_worker(c.max_length, model_of(c), Sizes.from_config(c, gpu=True)).parts
+    assert parts["weights"] == 2 * 7_615_616_512 and "gradients" not in parts
+    assert parts["activations"] == 16384 * (3 * 18944 + 3 * 3584) * 2
 
 
 def test_missing_lengths_are_assumed_and_reported():
     c = config(sampling={"max_new_tokens": 900})
-    made = workload_of(c, prompt_tokens=None)
-    assert made.prompt_tokens == 128 and made.mean == pytest.approx(300, rel=0.05)
-    assert "a quarter of data.max_prompt_tokens" in made.assumed and "log-normal" in made.assumed
-    known = workload_of(c, prompt_tokens=50, measured=[10, 2000])
-    assert (known.prompt_tokens, known.mean, known.assumed) == (50, (10 + 900) / 2, "")
+    workload = workload_of(c, prompt_tokens=None)
+    assert workload.prompt_tokens == 128 and workload.mean == pytest.approx(300, rel=0.05)
+    assert "a quarter of data.max_prompt_tokens" in workload.assumed and "log-normal" in workload.assumed
+    exact = workload_of(c, prompt_tokens=50, measured=[10, 2000])
+    assert (exact.prompt_tokens, exact.mean, exact.assumed) == (50, (10 + 900) / 2, "")
     fixed = workload_of(config(bench={"lengths": {"kind": "fixed"}}), prompt_tokens=5, measured=[9])
     assert fixed.mean == 4 and fixed.sample("p", [3]) == (4,)  # requested lengths override measured ones
 
@@ -329,8 +319,8 @@ def test_lengths_of_actions_add_up_and_missing_turns_are_assumed_and_reported():
         "bench": {"lengths": {"kind": "fixed", "tokens": 30}},
         "sampling": {"max_new_tokens": 100},
     }
-    made = workload_of(config(**fixed), prompt_tokens=5, turns=3, tool_s=0.5)
-    assert (made.mean, made.turns, made.tool_s, made.assumed) == (90, 3, 0.5, "")
+    workload = workload_of(config(**fixed), prompt_tokens=5, turns=3, tool_s=0.5)
+    assert (workload.mean, workload.turns, workload.tool_s, workload.assumed) == (90, 3, 0.5, "")
     assumed = workload_of(config(**tools), prompt_tokens=5, measured=[4])
     assert (assumed.mean, assumed.turns, assumed.tool_s) == (4, 2, 0.2)
     assert assumed.assumed == "episodes of 2 turns, 0.2 s between two (--turns, --tool-seconds)"
@@ -340,12 +330,12 @@ def test_lengths_of_actions_add_up_and_missing_turns_are_assumed_and_reported():
 
 
 def test_sampling_masks_take_a_list_of_ids_or_a_bit_for_each_token():
-    """Those of an engine's samples, of two steps; ids with their rows for the tokens of a micro-batch, and
+    """An engine keeps masks of the samples of two steps; a rank, ids with their rows for a micro-batch, and
     booleans for a block of logits.
     """
     mean = 64
 
-    def made(**sampling):
+    def build(**sampling):
         return gpu(
             sampling=sampling,
             batch={"prompts_per_step": 8, "samples_per_prompt": 4, "micro_batch_tokens": 8192},
@@ -353,10 +343,10 @@ def test_sampling_masks_take_a_list_of_ids_or_a_bit_for_each_token():
             max_staleness=1,
         )
 
-    plain = made()
+    plain = build()
     model, sizes, card = model_of(plain), Sizes.from_config(plain, gpu=True), parse_cluster("1x8xH100").card
     for sampling, size in (({"top_p": 0.9}, 4 + 4 * mean), ({"top_k": 20}, 4 + 4 * 20)):
-        config = made(**sampling)
+        config = build(**sampling)
         engine = rollout_engine(config, model, sizes, LENGTHS, memory=card.memory)
         assert engine.host == {"sampling masks": 2 * 8 * 4 * 300 // 2 * size}
         assert rollout_engine(config, model, sizes, LENGTHS, memory=card.memory, trains=False).host == {}

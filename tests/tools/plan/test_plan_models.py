@@ -35,9 +35,9 @@ MEASURED = {
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
     "phi": {},
     "phi3": {"pad_token_id": 0},
-    "qwen3_next": EXPERTS
-    | {"num_experts": 4, "head_dim": 16, "layer_types": ["linear_attention"] * 2 + ["full_attention"]},
-}
+    "qwen3_next": EXPERTS | {"num_experts": 4, "head_dim": 16,
+                             "layer_types": ["linear_attention"] * 2 + ["full_attention"]},
+}  # fmt: skip
 
 
 def real_model(kind, **changes):
@@ -48,35 +48,35 @@ def real_model(kind, **changes):
 
 @pytest.mark.parametrize("kind", list(MEASURED))
 def test_models_of_other_types_are_counted_from_their_own_shapes(kind):
-    """Weights, those of experts and those that a token meets, and adapters as peft makes them."""
+    """All weights, expert weights, the weights that compute a token, and adapters as peft makes them."""
     changes = {"tie_word_embeddings": False} | MEASURED[kind]
-    found = from_config_json(SHAPE | changes | {"model_type": kind}, "made")
+    model = from_config_json(SHAPE | changes | {"model_type": kind}, "made")
     real = real_model(kind, **changes)
-    assert found.parameters == sum(p.numel() for p in real.parameters())
+    assert model.parameters == sum(p.numel() for p in real.parameters())
     routed = [p for p in real.parameters() if p.ndim == 3 and p.shape[1] != 1]  # no convolutions
     biases = [p for name, p in real.named_parameters() if "experts" in name and name.endswith("bias")]
     matrices = sum(p.numel() for p in real.parameters() if p.ndim > 1)
     matrices -= sum(m.weight.numel() for m in real.modules() if isinstance(m, torch.nn.Embedding))
-    s = found.shape
+    s = model.shape
     idle = sum(p.numel() for p in routed + biases) * (1 - s.experts_per_token / max(1, s.experts))
-    assert found.computing == pytest.approx(matrices - idle, rel=1e-3)
+    assert model.computing == pytest.approx(matrices - idle, rel=1e-3)
     assert s.layers * s.idle_weights == pytest.approx(idle, rel=0.03)
     add_adapters(real, LoRAConfig(rank=4), seed=0)
-    counted = lora_parameters(config(policy={"lora": {"rank": 4}}).policy, found)
-    assert counted == sum(p.numel() for p in real.parameters() if p.requires_grad)
+    adapters = lora_parameters(config(policy={"lora": {"rank": 4}}).policy, model)
+    assert adapters == sum(p.numel() for p in real.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("dtype, itemsize", [(torch.float32, 4), (torch.bfloat16, 2)])
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
 def test_attention_without_a_kernel_keeps_what_it_computes_for_each_pair_of_tokens(kind, dtype, itemsize):
-    """Twice the length of the rows: what grows with its square is what a real forward pass keeps."""
+    """At twice the row length, the quadratic part equals what a real forward pass keeps."""
     shape = SHAPE | MEASURED[kind] | {"model_type": kind, "num_hidden_layers": 2}
-    found = from_config_json(shape, "m")
+    model = from_config_json(shape, "m")
     sizes = Sizes(False, itemsize, 0, 0, 0)
 
     def planned(total):
         return activation_bytes(
-            found, sizes, tokens=2 * total, attended=2 * total, longest=total, checkpointing=False
+            model, sizes, tokens=2 * total, attended=2 * total, longest=total, checkpointing=False
         )
 
     real, plan = (
@@ -96,8 +96,8 @@ def test_the_cache_of_a_token_is_what_its_layers_keep():
         "model_type": "deepseek_v3", "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
         "v_head_dim": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
     }  # fmt: skip
-    found = from_config_json(SHAPE | EXPERTS | latent, "m")
-    assert found.kv_values() == found.kv_values(4) == 3 * (24 + 8)
+    deepseek = from_config_json(SHAPE | EXPERTS | latent, "m")
+    assert deepseek.kv_values() == deepseek.kv_values(4) == 3 * (24 + 8)
     assert from_config_json(SHAPE | {"model_type": "qwen2"}, "m").kv_values(4) == 2 * 3 * 16
 
 
@@ -105,16 +105,16 @@ def test_the_cache_of_a_token_is_what_its_layers_keep():
 def test_a_wrapper_is_counted_as_its_text_model(tied):
     text = SHAPE | {"head_dim": 32, "model_type": "gemma3_text"}
     whole = Gemma3Config(text_config=text).to_dict()
-    del whole["text_config"]["tie_word_embeddings"]  # as published: the wrapper's says it
-    found = from_config_json(whole | {"tie_word_embeddings": tied}, "made")
+    del whole["text_config"]["tie_word_embeddings"]  # as published: only the wrapper has the key
+    model = from_config_json(whole | {"tie_word_embeddings": tied}, "made")
     real = real_model("gemma3_text", head_dim=32, tie_word_embeddings=tied)
-    assert found.tied == tied and found.parameters == sum(p.numel() for p in real.parameters())
+    assert model.tied == tied and model.parameters == sum(p.numel() for p in real.parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", *EXPERT_SHAPES])
 def test_types_that_are_known_here_are_counted_as_their_models_are(kind, tied, monkeypatch):
-    """Without transformers, which takes seconds to import."""
+    """These do without transformers, which takes seconds to import."""
     c = EXPERT_SHAPES.get(kind, SHAPE) | {"model_type": kind, "max_position_embeddings": 64}
     c |= {"tie_word_embeddings": tied}
     measured = models._measure(c, "m")

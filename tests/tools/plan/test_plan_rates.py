@@ -1,4 +1,4 @@
-"""The times of the stages in `grpo-dist plan`: what changes the operations, or how fast they are."""
+"""The times of the stages in `grpo-dist plan`: what changes the operations, or their speed."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from tests.tools.plan.test_plan import rates
 from tests.tools.plan.test_plan_reward_models import one
 
 WORK = [UpdateWork(((100, (300, 500)),) * 4)]
-RATIO = 989 / 67  # of an H100's operations in half precision and in float32
+RATIO = 989 / 67  # an H100's FLOP/s in half precision over float32
 
 
 def test_float32_is_computed_at_the_peak_of_float32():
@@ -45,17 +45,17 @@ def test_frozen_weights_under_lora_have_no_gradients_to_compute(checkpointing, s
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_a_step_reads_the_cache_that_the_memory_of_an_engine_counts(size):
-    """Qwen2.5-3B has two heads of keys and values: from four processes on each has a copy of one."""
+    """Qwen2.5-3B has two key-value heads: with four or more processes each has a copy of one."""
     c = config(model={"path": "Qwen/Qwen2.5-3B"}, rollout={"tensor_parallel_size": size})
     model, sizes = model_of(c), Sizes.from_config(c, gpu=True)
     token = rollout_engine(c, model, sizes, workload_of(c, prompt_tokens=9), memory=80 * GIB).token_bytes
-    own = rates(model={"path": "Qwen/Qwen2.5-3B"}, rollout={"tensor_parallel_size": size})
-    more = own.decode_step_s(1, 2_000_000) - own.decode_step_s(1, 1_000_000)
+    engine = rates(model={"path": "Qwen/Qwen2.5-3B"}, rollout={"tensor_parallel_size": size})
+    more = engine.decode_step_s(1, 2_000_000) - engine.decode_step_s(1, 1_000_000)
     assert more == pytest.approx(1_000_000 * token / 3.35e12)
 
 
 def test_engines_that_would_cut_heads_of_keys_and_values_are_refused():
-    """Qwen2.5-1.5B has 12 heads of queries and 2 of keys and values."""
+    """Qwen2.5-1.5B has 12 query heads and 2 key-value heads."""
     for size, fits in ((1, True), (2, True), (3, False), (4, True), (6, True)):
         c = config(model={"path": "Qwen/Qwen2.5-1.5B"}, rollout={"tensor_parallel_size": size})
         heads = Qwen2Config(num_hidden_layers=1, num_attention_heads=12, num_key_value_heads=2)

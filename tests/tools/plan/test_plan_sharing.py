@@ -1,6 +1,4 @@
-"""Roles that take turns on the same GPUs: memory, host memory and times of 7B by hand, and DeepSpeed's own
-estimates.
-"""
+"""Colocated roles: memory, host memory and times of 7B by hand, and DeepSpeed's estimates."""
 
 from dataclasses import replace
 
@@ -19,7 +17,7 @@ from tests.support.plans import Times, judges, model_of
 
 N = 7_615_616_512
 EMBEDDING = 152064 * 3584
-BUFFERS = 2 * 2 * EMBEDDING  # of the weight sync: the embedding is larger than a bucket
+BUFFERS = 2 * 2 * EMBEDDING  # for the weight sync: the embedding is larger than a bucket
 LENGTHS = Workload(100, config().bench.lengths, 1000, measured=(300,))
 ALL = frozenset({"policy", "rollout", "reference"})
 
@@ -41,18 +39,18 @@ def option(c, cluster="1x8xH100", **changes):
     return option_of(c, Setting(parse_cluster(cluster), model_of(c), LENGTHS, None, **changes))
 
 
-# Eight GPUs, everything on the same ones: 7B, ZeRO-3, KL on
+# Eight GPUs with all roles colocated: 7B, ZeRO-3, KL on
 
 
 def test_everything_on_eight_gpus_is_planned():
-    made = option(seven())
-    assert not made.problems and made.roles.sharing == ALL and made.roles.gpus == 8
-    assert made.roles.workers == {"rollout": 8, "rewards": 1, "policy": 8, "reference": 8}
+    opt = option(seven())
+    assert not opt.problems and opt.roles.sharing == ALL and opt.roles.gpus == 8
+    assert opt.roles.workers == {"rollout": 8, "rewards": 1, "policy": 8, "reference": 8}
 
 
 def test_a_turn_of_each_role_by_hand():
-    made = option(seven()).memory
-    policy, engine, reference = made["policy"], made["rollout"], made["reference"]
+    memory = option(seven()).memory
+    policy, engine, reference = memory["policy"], memory["rollout"], memory["reference"]
     share = {"weights": 2 * N // 8, "gradients": 4 * N // 8, "optimiser": 12 * N // 8}
     assert {part: policy.parts[part] for part in share} == share
     sleepers = 2 * GIB + 3 * GIB // 4  # an engine, and the reference's context
@@ -60,18 +58,18 @@ def test_a_turn_of_each_role_by_hand():
     assert policy.parts["buckets"] == 2 * 500_000_000 + 2 * (1_000_000_000 + 50_000_000)
     assert reference.parts["weights"] == 2 * N and reference.parts["asleep"] == 4 * GIB + BUFFERS
     assert engine.parts["weights"] == 2 * N and engine.total == int(81_559 * 2**20 * 0.6)
-    assert made[SYNC].parts == {
+    assert memory[SYNC].parts == {
         "policy's weights": 2 * N // 8, "engine's weights": 2 * N, "buckets": BUFFERS,
         "gathered": 2 * EMBEDDING, "runtime": 2 * GIB, "asleep": sleepers,
     }  # fmt: skip
 
 
 def test_between_turns_states_and_copies_are_in_the_host_memory_of_the_node():
-    made = option(seven())
-    assert made.memory["policy"].host == {"checkpoint": 12 * N // 8, "between turns": 3 * (2 * N // 8 * 3)}
-    assert made.memory["reference"].host == {"between turns": 2 * N} and not made.memory["rollout"].host
+    opt = option(seven())
+    assert opt.memory["policy"].host == {"checkpoint": 12 * N // 8, "between turns": 3 * (2 * N // 8 * 3)}
+    assert opt.memory["reference"].host == {"between turns": 2 * N} and not opt.memory["rollout"].host
     node = 8 * (12 * N // 8 + 18 * N // 8 + 2 * N)
-    assert node_host_bytes(made.memory, made.roles, parse_cluster("1x8xH100")) == pytest.approx(node)
+    assert node_host_bytes(opt.memory, opt.roles, parse_cluster("1x8xH100")) == pytest.approx(node)
     two = option(seven(policy={"num_workers": 16, "zero_stage": 3}), "2x8xH100")
     assert node_host_bytes(two.memory, two.roles, parse_cluster("2x8xH100")) == pytest.approx(
         8 * (30 * N // 16 + 2 * N)
@@ -84,64 +82,60 @@ def test_a_checkpoint_in_host_memory_has_whole_weights_once(stage):
     model, sizes = model_of(c), Sizes.from_config(c, gpu=True)
     rank = policy_rank(c, model, sizes, LENGTHS)
     parts = {
-        kind: {"checkpoint": own.get("checkpoint", 0)} for kind, own in vars(rank).items() if kind != "parts"
+        kind: {"checkpoint": part.get("checkpoint", 0)}
+        for kind, part in vars(rank).items()
+        if kind != "parts"
     }
     node = host_bytes({"policy": Footprint({}, **parts)}, {"policy": 8}, per_node=8)
     assert node == sum(rank_bytes(c.policy, model, sizes))
 
 
 def test_a_node_with_too_little_host_memory_is_refused_with_the_remedy():
-    made = option(seven())
+    opt = option(seven())
     cluster = parse_cluster("1x8xH100")
     small = replace(cluster, card=replace(cluster.card, host=20 * GIB))
-    (problem,) = memory_problems(seven(), made.memory, small, made.roles)
+    (problem,) = memory_problems(seven(), opt.memory, small, opt.roles)
     assert problem.startswith(
         "host memory: the workers of one node keep 326 GiB there, and a node of 1x8xH100"
     )
     assert "set checkpoint.background=false, or add nodes" in problem
 
 
-@pytest.mark.parametrize(
-    "policy, has_reference",
-    [({"lora": {"rank": 16}}, False), ({}, True)],
-)
+@pytest.mark.parametrize("policy, has_reference", [({"lora": {"rank": 16}}, False), ({}, True)])
 def test_with_adapters_the_reference_is_the_base_and_costs_no_memory(policy, has_reference):
-    made = option(seven(policy={"num_workers": 8, "zero_stage": 3} | policy))
-    assert ("reference" in made.memory) == ("reference" in made.roles.sharing) == has_reference
-    assert made.scenario.reference_is_base is not has_reference
-    (reference,) = made.scenario.scorers
-    assert made.scenario.workers_of(reference) == 8
+    opt = option(seven(policy={"num_workers": 8, "zero_stage": 3} | policy))
+    assert ("reference" in opt.memory) == ("reference" in opt.roles.sharing) == has_reference
+    assert opt.scenario.reference_is_base is not has_reference
+    (reference,) = opt.scenario.scorers
+    assert opt.scenario.workers_of(reference) == 8
 
 
 def test_a_refreshed_reference_lies_next_to_the_policys_weights():
-    made = option(seven(reference={"refresh_every": 5, "refresh_mix": 0.5})).memory
-    assert made[REFRESH].parts["average"] == 4 * N
-    assert made[REFRESH].parts["reference's weights"] == 2 * N
-    assert made[REFRESH].parts["buckets"] == 2 * BUFFERS  # of this transfer, and of the weight sync
+    memory = option(seven(reference={"refresh_every": 5, "refresh_mix": 0.5})).memory
+    assert memory[REFRESH].parts["average"] == 4 * N
+    assert memory[REFRESH].parts["reference's weights"] == 2 * N
+    assert memory[REFRESH].parts["buckets"] == 2 * BUFFERS  # for this transfer and the weight sync
 
 
-@pytest.mark.parametrize(
-    ("changes", "each"),
-    [
-        ({}, 2 * EMBEDDING),
-        ({"weight_sync": {"bucket_mb": 2048}}, 2**31),
-        ({"policy": {"num_workers": 8, "lora": {"rank": 16, "sync": "adapter"}}}, 2**28),
-    ],
-)
+@pytest.mark.parametrize(("changes", "each"), [
+    ({}, 2 * EMBEDDING),
+    ({"weight_sync": {"bucket_mb": 2048}}, 2**31),
+    ({"policy": {"num_workers": 8, "lora": {"rank": 16, "sync": "adapter"}}}, 2**28),
+])  # fmt: skip
 def test_buffers_of_the_weight_sync_hold_a_bucket_or_the_largest_parameter(changes, each):
     assert option(seven(**changes)).memory[SYNC].parts["buckets"] == 2 * each
 
 
 def test_engines_that_join_get_the_weights_through_buffers_of_their_own():
-    """Those of the shared GPUs stay, where the reserved engines have mapped them."""
+    """The buffers on the shared GPUs stay, because the reserved engines have mapped them."""
     rollout = {"num_workers": {"min": 8, "max": 12}, "tensor_parallel_size": 1}
     assert option(seven(rollout=rollout)).memory[SYNC].parts["buckets"] == 2 * BUFFERS
 
 
 def test_a_reference_that_is_larger_than_a_gpu_shows_that_it_is_whole():
     c = seven(model={"path": "Qwen/Qwen2.5-72B", "gradient_checkpointing": True})
-    found = next(p for p in option(c).problems if p.startswith("reference: "))
-    assert "its weights are a whole copy on one GPU" in found
+    problem = next(p for p in option(c).problems if p.startswith("reference: "))
+    assert "its weights are a whole copy on one GPU" in problem
 
 
 # Other placements of 7B, by hand
@@ -152,21 +146,21 @@ def test_separate_roles_have_their_gpus_alone():
         policy={"num_workers": 4, "zero_stage": 3}, rollout={"num_workers": 3},
         cluster={"placement": "separate"},
     )  # fmt: skip
-    made = option(c)
-    assert made.roles.sharing == frozenset() and SYNC not in made.memory
+    opt = option(c)
+    assert opt.roles.sharing == frozenset() and SYNC not in opt.memory
     assert sum(states(c.policy, model_of(c), Sizes.from_config(c, gpu=True)).values()) == pytest.approx(
         18 * N / 4, rel=1e-6
     )
-    assert "asleep" not in made.memory["policy"].parts
-    assert made.memory["reference"].host == {} and made.roles.workers["reference"] == 1
+    assert "asleep" not in opt.memory["policy"].parts
+    assert opt.memory["reference"].host == {} and opt.roles.workers["reference"] == 1
 
 
 def test_zero_2_on_shared_gpus_keeps_whole_weights_while_it_sends_them():
     c = seven(policy={"num_workers": 8, "zero_stage": 2})
-    made = option(c)
-    assert made.memory[SYNC].parts["policy's weights"] == 2 * N and made.memory[SYNC].parts["gathered"] == 0
+    opt = option(c)
+    assert opt.memory[SYNC].parts["policy's weights"] == 2 * N and opt.memory[SYNC].parts["gathered"] == 0
     turn = (2 * N + 16 * N / 8) / (64e9 * 0.8) + 0.5
-    assert made.scenario.rates.turn_s() == pytest.approx(turn)
+    assert opt.scenario.rates.turn_s() == pytest.approx(turn)
 
 
 def test_what_sleepers_keep_is_counted_once_for_each_process():
@@ -176,7 +170,7 @@ def test_what_sleepers_keep_is_counted_once_for_each_process():
     assert asleep("policy", frozenset()) == 0
 
 
-# DeepSpeed's own estimates
+# DeepSpeed's estimates
 
 
 @pytest.mark.parametrize("nodes, gpus", [(1, 8), (2, 8), (8, 8)])
@@ -191,7 +185,7 @@ def test_states_are_those_that_deepspeed_estimates(nodes, gpus):
     _, gpu, gathered = estimate_zero3_model_states_mem_needs(N, largest, gpus, nodes, cpu_offload=False)
     assert sum(states(three.policy, model, sizes).values()) == pytest.approx(gpu - gathered, rel=1e-8)
     _, gpu = estimate_zero2_model_states_mem_needs(N, gpus, nodes, cpu_offload=False)
-    # DeepSpeed's estimate has the gradients in bfloat16, too; they are in the bucket, which a plan has apart.
+    # DeepSpeed's estimate includes bfloat16 gradients; they are in the bucket, which a plan counts apart.
     assert sum(states(two.policy, model, sizes).values()) == pytest.approx(gpu - 2 * N / ranks, rel=1e-8)
 
 
@@ -223,13 +217,13 @@ def run(times, sharing, **changes):
 
 
 def test_a_step_of_roles_that_take_turns_is_the_sum_of_their_turns():
-    """Sampling 1.0, scoring 0.5 on processors, the reference, update 2.0, sync 0.3, two switches."""
+    """Sampling 1.0, scoring 0.5 on CPUs, the reference, update 2.0, sync 0.3, two switches."""
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
     kl = {"algorithm": {"kl": {"coef": 0.1}}, "batch": batch}
     alone = run(Times(), frozenset({"policy", "rollout"}), batch=batch)
     assert alone.step_s == pytest.approx(1.0 + 0.5 + 2.0 + 0.3 + 2 * 0.25)
     both = run(Times(reference=0.75), ALL, **kl)
-    # Two groups, one rank: one after the other, in the time of which the grader is done.
+    # One rank scores two groups one after the other; the grader is done meanwhile.
     assert both.step_s == pytest.approx(1.0 + 0.125 + 2 * 0.75 + 2.0 + 0.3 + 2 * 0.25)
     base = run(
         Times(reference=0.75), frozenset({"policy", "rollout"}), goes_with={"reference_is_base": True}, **kl
@@ -240,10 +234,10 @@ def test_a_step_of_roles_that_take_turns_is_the_sum_of_their_turns():
 def test_reward_models_take_turns_after_the_last_sample():
     sharing = frozenset({"policy", "rollout", "reward model a", "reward model b"})
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
-    found = run(Times(models={"a": 1.0, "b": 2.0}), sharing, goes_with=judges(a=5, b=5), batch=batch)
-    # Each scores two groups on the one GPU; the graders follow, and then the policy.
+    result = run(Times(models={"a": 1.0, "b": 2.0}), sharing, goes_with=judges(a=5, b=5), batch=batch)
+    # Each model scores two groups on the one GPU; the graders follow, and then the policy.
     each = 2 * 0.0625 + 2 * 1.0 + 2 * 2.0
-    assert found.step_s == pytest.approx(1.0 + each + 0.5 + 2.0 + 0.3 + 2 * 0.25)
+    assert result.step_s == pytest.approx(1.0 + each + 0.5 + 2.0 + 0.3 + 2 * 0.25)
 
 
 def test_a_turn_takes_the_time_of_its_bytes_on_the_bus_of_the_card():

@@ -1,4 +1,4 @@
-"""The longest samples of a step: what each mitigation saves on two simulated engines."""
+"""Stragglers: what each mitigation saves on two simulated engines."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_a_share_of_the_lengths_variance_is_the_prompts_and_none_of_it_without_t
 
 
 def two_engines(name, *, slots=64, steps=24, **changes):
-    """Simulate 32 x 8 samples a step on two engines; the update takes half of the limit of sampling."""
+    """Simulate 32 x 8 samples a step on two engines; the update takes half of the sampling limit."""
     base = config(
         batch={"prompts_per_step": 32, "samples_per_prompt": 8},
         rewards={"num_workers": 64},
@@ -51,7 +51,7 @@ def test_carry_over_is_a_third_faster_than_waiting_and_biases_no_length():
 
 @pytest.mark.slow
 def test_asynchronous_sampling_reaches_the_larger_limit():
-    # Long enough that the work in flight at both ends of the timed steps counts little: 0.986 of the limit.
+    # Long enough to make the work in flight at both ends of the timed steps small: 0.986 of the limit.
     scenario, run = two_engines("asynchronous, 4 steps ahead", slots=32, steps=72)
     limit = max(
         sampling_limit_s(scenario, run.completion_tokens), run.stage_s["update"] + run.stage_s["sync"]
@@ -65,6 +65,6 @@ def test_the_command_prints_a_row_for_each_way_at_1024_gpus(capsys):
     small = [*wide, "batch.samples_per_prompt=8", "algorithm.kl.coef=0", "sampling.max_new_tokens=256"]
     recipe = "configs/gsm8k_qwen2.5_1.5b.yaml"
     assert cli.main(["plan", recipe, "--cluster", "128x8xH100", "--tail", *small]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in VARIANTS) and "768 engine(s)" in shown
-    assert "half of the variance of the log" in shown
+    output = capsys.readouterr().out
+    assert all(name in output for name in VARIANTS) and "768 engine(s)" in output
+    assert "half of the variance of the log" in output

@@ -1,4 +1,4 @@
-"""Episodes that rejection sampling keeps: supervised training gets their tokens, the given ones marked."""
+"""Episodes that rejection sampling keeps: supervised training gets their tokens, and which were sampled."""
 
 import json
 
@@ -16,7 +16,7 @@ from grpo_dist.types import Group, Prompt, Task, ToolCall
 from tests.support.made_episodes import generated
 from tests.support.made_groups import load_pairs
 
-# Shows the tools, and their results as messages, as the templates of Qwen and Llama do.
+# Shows the tools, and their results as messages, like the templates of Qwen and Llama.
 WITH_TOOLS = (
     "{% if tools %}<|system|>{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|{{ m.role if m.role != 'tool' else 'user' }}|>{{ m.content }}"
@@ -41,7 +41,7 @@ def config(**changes):
     return Config.model_validate(base | {"rejection": {"keep_per_prompt": 4}} | changes)
 
 
-def renderer_of(form, **environments):
+def build_renderer(form, **environments):
     tokenizer = character_tokenizer()
     if form == "hermes":
         tokenizer.chat_template = WITH_TOOLS
@@ -49,23 +49,23 @@ def renderer_of(form, **environments):
     return tokenizer, Renderer(tokenizer, settings.data, settings.environments, _Parser())
 
 
-def asked(renderer, messages=({"role": "user", "content": "12*34="},)):
+def build_prompt(renderer, messages=({"role": "user", "content": "12*34="},)):
     task = Task("calculator", messages=messages, tools=(TypedTool(calculator).schema,))
     ids = renderer.ids(renderer.prompt(task)) if messages else renderer.ids("12*34=")
     return Prompt("p", np.array(ids, np.int32), "408", "products", "12*34=", task=task)
 
 
 def episode(renderer, tokenizer, form, prompt, *, answer="\\boxed{408}", end=True, sample=0):
-    made = Dialogue(renderer, prompt)
-    for text, ended in ((CALLS[form], form != "code"), (answer, end)):
-        ids = renderer.ids(text) + [tokenizer.eos_token_id] * ended
-        made.add_action(generated(ids, -0.5))
+    dialogue = Dialogue(renderer, prompt)
+    for text, has_end in ((CALLS[form], form != "code"), (answer, end)):
+        ids = renderer.ids(text) + [tokenizer.eos_token_id] * has_end
+        dialogue.add_action(generated(ids, -0.5))
         if text == CALLS[form]:
-            made.observe(Observed(calls=(ToolCall("calculator", "12*34", "408", "ok", 0.0),)))
-    return made.rollout(sample, "stop")
+            dialogue.observe(Observed(calls=(ToolCall("calculator", "12*34", "408", "ok", 0.0),)))
+    return dialogue.rollout(sample, "stop")
 
 
-def selected(tokenizer, prompt, *rollouts):
+def select(tokenizer, prompt, *rollouts):
     rewards = np.ones(len(rollouts), np.float32)
     chosen = config()
     selection = Selection(chosen.rejection, chosen.data, tokenizer)
@@ -75,11 +75,11 @@ def selected(tokenizer, prompt, *rollouts):
 
 @pytest.mark.parametrize("form", ["code", "hermes"])
 def test_a_kept_episode_is_learned_token_by_token_and_its_results_are_given(tmp_path, form):
-    tokenizer, renderer = renderer_of(form)
-    prompt = asked(renderer)
+    tokenizer, renderer = build_renderer(form)
+    prompt = build_prompt(renderer)
     rollout = episode(renderer, tokenizer, form, prompt)
     assert rollout.sampled is not None and not rollout.sampled.all()
-    records, report = selected(tokenizer, prompt, rollout)
+    records, report = select(tokenizer, prompt, rollout)
     assert (report["kept"], report["respelled"]) == (1, 0)
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -90,17 +90,17 @@ def test_a_kept_episode_is_learned_token_by_token_and_its_results_are_given(tmp_
 
 
 def test_a_plain_prompt_stays_plain(tmp_path):
-    tokenizer, renderer = renderer_of("code")
-    prompt = asked(renderer, messages=())
-    records, _ = selected(tokenizer, prompt, episode(renderer, tokenizer, "code", prompt))
+    tokenizer, renderer = build_renderer("code")
+    prompt = build_prompt(renderer, messages=())
+    records, _ = select(tokenizer, prompt, episode(renderer, tokenizer, "code", prompt))
     assert records[0]["prompt"] == "12*34=" and records[0]["chat_template"] == "none"
 
 
 def test_episodes_without_an_end_of_their_own_and_copies_are_dropped():
-    tokenizer, renderer = renderer_of("code")
-    prompt = asked(renderer)
+    tokenizer, renderer = build_renderer("code")
+    prompt = build_prompt(renderer)
     cut = episode(renderer, tokenizer, "code", prompt, end=False)
     first, copy = (episode(renderer, tokenizer, "code", prompt, sample=i) for i in (1, 2))
-    records, report = selected(tokenizer, prompt, cut, first, copy)
+    records, report = select(tokenizer, prompt, cut, first, copy)
     assert [record["sample"] for record in records] == [1]
     assert report["dropped"]["truncated"] == report["dropped"]["duplicate"] == 1

@@ -13,18 +13,14 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.recipe.rejection import run_sampling
 from tests.support.fakes import World, fake_cluster
 
-END = 1  # of the demo's tokenizer
+END = 1  # end token of the demo's tokenizer
 
 
 def config(**rejection) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "demo:tiny"},
-            "data": {"train": [{"path": "demo:add3", "max_rows": 10}]},
-            "sampling": {"max_new_tokens": 4},
-            "rejection": {"samples_per_prompt": 4} | rejection,
-        }
-    )
+    return Config.model_validate({
+        "model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3", "max_rows": 10}]},
+        "sampling": {"max_new_tokens": 4}, "rejection": {"samples_per_prompt": 4} | rejection,
+    })  # fmt: skip
 
 
 class OneAtATime(World):
@@ -37,22 +33,22 @@ class OneAtATime(World):
     async def sample(self, prompt, *, seeds, sampling):
         async with self._room:
             sampled = await super().sample(prompt, seeds=seeds, sampling=sampling)
-        ended = (replace(r, completion_ids=np.array([r.completion_ids[0], END], np.int32)) for r in sampled)
-        return tuple(ended)
+        short = (replace(r, completion_ids=np.array([r.completion_ids[0], END], np.int32)) for r in sampled)
+        return tuple(short)
 
 
 @pytest.fixture
 def clusters(monkeypatch):
-    """Return the worlds of started clusters; those in ``failing`` die on a uid."""
-    made: list[World] = []
+    """Return the worlds of started clusters, and uids at which the next ones fail."""
+    worlds: list[World] = []
     failing: list[str] = []
 
     def make():
         return OneAtATime(fail_on=failing.pop() if failing else None)
 
-    monkeypatch.setattr(actors.cluster, "Cluster", fake_cluster(made, make))
+    monkeypatch.setattr(actors.cluster, "Cluster", fake_cluster(worlds, make))
     monkeypatch.setattr("grpo_dist.tools.recipe.rejection._CHUNK", 3)
-    return made, failing
+    return worlds, failing
 
 
 def sample(directory, **rejection):
@@ -63,11 +59,11 @@ def sample(directory, **rejection):
 def test_an_interrupted_sampling_resumes_with_the_missing_chunks_and_gives_the_same_result(
     tmp_path, clusters
 ):
-    made, failing = clusters
+    worlds, failing = clusters
     report, text = sample(tmp_path / "whole")
-    order = [uid for uid, _, _ in sorted(made[0].sampled)]
+    order = [uid for uid, _, _ in sorted(worlds[0].sampled)]
     assert len(order) == 10 and report["samples"] == 40
-    third_chunk = json.loads(text.splitlines()[-1])["uid"]  # the last one kept, so of chunk 3 or 4
+    third_chunk = json.loads(text.splitlines()[-1])["uid"]  # the last prompt kept, in chunk 3 or 4
     failing.append(third_chunk)
     with pytest.raises(RuntimeError, match="engine died"):
         sample(tmp_path / "cut")
@@ -75,15 +71,15 @@ def test_an_interrupted_sampling_resumes_with_the_missing_chunks_and_gives_the_s
     assert before and before < {p.name for p in (tmp_path / "whole/samples").iterdir()}
     assert not (tmp_path / "cut/sft.jsonl").exists()
     assert sample(tmp_path / "cut") == (report, text)
-    again = {uid for uid, _, _ in made[-1].sampled}
+    again = {uid for uid, _, _ in worlds[-1].sampled}
     assert third_chunk in again and len(again) == 10 - 3 * len(before)
 
 
 def test_prompts_are_drawn_by_seed_and_samples_of_a_prompt_have_different_seeds(tmp_path, clusters):
-    made, _ = clusters
+    worlds, _ = clusters
     report, _ = sample(tmp_path, max_prompts=4)
     assert report["prompts"] == 4 and report["samples"] == 16
-    seeds = [seed for _, group, _ in made[0].sampled for seed in group]
+    seeds = [seed for _, group, _ in worlds[0].sampled for seed in group]
     assert len(set(seeds)) == 16
 
 

@@ -21,26 +21,23 @@ def stage(kind, directory: Path, **changes) -> ResolvedStage:
     return ResolvedStage("it", kind, directory, config, config, ())
 
 
-@pytest.mark.parametrize(
-    ("lines", "after"),
-    [
-        ([(0, 0.1), (2, 0.2), (6, 0.3)], {"eval/add3/pass@1": 0.3}),
-        ([(0, 0.1), (4, 0.2), (6, None)], {}),  # step 4 of 6 is not the stage's final model
-    ],
-)
+@pytest.mark.parametrize(("lines", "after"), [
+    ([(0, 0.1), (2, 0.2), (6, 0.3)], {"eval/add3/pass@1": 0.3}),
+    ([(0, 0.1), (4, 0.2), (6, None)], {}),  # step 4 of 6 is not the stage's final model
+])  # fmt: skip
 def test_the_result_of_a_run_is_measured_by_the_evaluation_of_its_last_step_alone(tmp_path, lines, after):
-    written = [
+    rows = [
         {"step": step, "time/step_s": 1.0} | ({} if rate is None else {"eval/add3/pass@1": rate})
         for step, rate in lines
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
     (tmp_path / "DONE").write_text("6\n")
     result = run_grpo_stage(stage("grpo", tmp_path, steps=6), {}, quiet)
     assert result.before == {"eval/add3/pass@1": 0.1} and result.after == after
 
 
 def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_directories(tmp_path, monkeypatch):
-    """It resumes after `output_dir` has moved."""
+    """So it resumes after `output_dir` has moved."""
     identities = []
 
     def finish(config, *, identity):
@@ -54,48 +51,38 @@ def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_direct
     assert identities == ["stage:cold"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "is_known"),
-    [
-        ({}, True),
-        ({"environments": {"num_workers": 3}}, True),
-        ({"environments": {"max_turns": 3}}, False),
-        ({"environments": {"max_tool_tokens": 64}}, False),
-        ({"sampling": {"max_new_tokens": 8, "stop": ["\n"]}}, False),
-        ({"sampling": {"max_new_tokens": 9}}, False),
-    ],
-)
+@pytest.mark.parametrize(("changed", "is_known"), [
+    ({}, True),
+    ({"environments": {"num_workers": 3}}, True),
+    ({"environments": {"max_turns": 3}}, False),
+    ({"environments": {"max_tool_tokens": 64}}, False),
+    ({"sampling": {"max_new_tokens": 8, "stop": ["\n"]}}, False),
+    ({"sampling": {"max_new_tokens": 9}}, False),
+])  # fmt: skip
 def test_an_evaluation_by_an_earlier_stage_is_used_only_where_its_samples_would_be_the_same(
     tmp_path, changed, is_known
 ):
     same = {"model": {"path": "stage:cold"}, "sampling": {"max_new_tokens": 8}}
-    made = stage("sft", tmp_path, **same).symbolic.model_dump(mode="json")
-    earlier = StageRecord("cold", "sft", made, {}, "complete", after={"eval/add3/pass@1": 0.5})
-    known = known_measures(stage("grpo", tmp_path, **(same | changed)), {"cold": earlier})
-    assert known == (earlier.after if is_known else {})
+    settings = stage("sft", tmp_path, **same).symbolic.model_dump(mode="json")
+    earlier = StageRecord("cold", "sft", settings, {}, "complete", after={"eval/add3/pass@1": 0.5})
+    measures = known_measures(stage("grpo", tmp_path, **(same | changed)), {"cold": earlier})
+    assert measures == (earlier.after if is_known else {})
 
 
 def test_supervised_training_is_identified_by_the_stages_it_names(tmp_path, monkeypatch):
-    trained = []
+    calls = []
     monkeypatch.setattr(
-        "grpo_dist.tools.recipe.run.train", lambda config, *, identity: trained.append((config, identity))
+        "grpo_dist.tools.recipe.run.train", lambda config, *, identity: calls.append((config, identity))
     )
-    sft = {
-        "model": "runs/p/01_cold/model",
-        "data": [{"path": "demo:add3", "examples": 20}],
-        "batch_size": 8,
-        "epochs": 3,
-    }
+    data = [{"path": "demo:add3", "examples": 20}]
+    sft = {"model": "runs/p/01_cold/model", "data": data, "batch_size": 8, "epochs": 3}
     moved = stage("sft", tmp_path, model={"path": "sft"}, sft=sft)
-    run_sft_stage(
-        replace(moved, symbolic=fakes.config(model={"path": "sft"}, sft=sft | {"model": "stage:cold"})),
-        {},
-        quiet,
-    )
-    ((config, identity),) = trained
+    symbolic = fakes.config(model={"path": "sft"}, sft=sft | {"model": "stage:cold"})
+    run_sft_stage(replace(moved, symbolic=symbolic), {}, quiet)
+    ((config, identity),) = calls
     assert config.is_supervised and identity.is_supervised
     assert (config.sft.model, identity.sft.model) == ("runs/p/01_cold/model", "stage:cold")
-    assert config.steps == identity.steps == 8  # 60 of 8, the last of them the rest
+    assert config.steps == identity.steps == 8  # 60 rows in batches of 8, the last one smaller
 
 
 def test_finished_supervised_training_is_not_repeated(tmp_path, monkeypatch):

@@ -23,13 +23,9 @@ def tokenizer(tiny_model):
 
 
 def config(rejection=(), **data) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "demo:tiny"},
-            "data": {"train": [{"path": "demo:add3", "name": "made"}], **data},
-            "rejection": dict(rejection),
-        }
-    )
+    data = {"train": [{"path": "demo:add3", "name": "made"}], **data}
+    base = {"model": {"path": "demo:tiny"}, "data": data, "rejection": dict(rejection)}
+    return Config.model_validate(base)
 
 
 SHOTS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
@@ -72,36 +68,21 @@ def one_prompt(tokenizer, *samples):
     return [group(tokenizer, prompts(tokenizer, config().data, "p")[0], *samples)]
 
 
-def kept(records):
+def completions(records):
     return [record["completion"] for record in records]
 
 
 def test_the_shortest_right_answer_of_a_prompt_is_kept_and_every_other_sample_accounted_for(tokenizer):
     groups = one_prompt(
-        tokenizer,
-        ("long right", 1.0),
-        ("wrong", 0.0),
-        ("right", 1.0),
-        ("right", 1.0),
-        ("cut", 1.0, "length"),
-        ("?", np.nan),
-        ("a<|user|>b", 1.0),
-        ("", 1.0),
-    )
+        tokenizer, ("long right", 1.0), ("wrong", 0.0), ("right", 1.0), ("right", 1.0),
+        ("cut", 1.0, "length"), ("?", np.nan), ("a<|user|>b", 1.0), ("", 1.0),
+    )  # fmt: skip
     records, report = select(tokenizer, groups)
-    assert kept(records) == ["right"]
+    assert completions(records) == ["right"]
     assert report["dropped"] == {
-        "unscored": 1,
-        "below_min_reward": 1,
-        "truncated": 1,
-        "stop_text": 0,
-        "other_prompt": 0,
-        "hidden_tokens": 1,
-        "no_text": 1,
-        "duplicate": 1,
-        "too_easy": 0,
-        "enough": 1,
-    }
+        "unscored": 1, "below_min_reward": 1, "truncated": 1, "stop_text": 0, "other_prompt": 0,
+        "hidden_tokens": 1, "no_text": 1, "duplicate": 1, "too_easy": 0, "enough": 1,
+    }  # fmt: skip
     assert report["samples"] == 8 == report["kept"] + sum(report["dropped"].values())
     assert report["pass_rate"] == pytest.approx(6 / 7)
     assert report["length_tokens"] == len("right") + 1 and report["respelled"] == 0
@@ -109,10 +90,10 @@ def test_the_shortest_right_answer_of_a_prompt_is_kept_and_every_other_sample_ac
 
 def test_a_sample_with_tokens_unknown_to_the_tokenizer_is_dropped(tokenizer):
     """The demo's model has 272 tokens, its tokenizer 267."""
-    [sampled] = one_prompt(tokenizer, ("right", 1.0))
-    [rollout] = sampled.rollouts
+    [original] = one_prompt(tokenizer, ("right", 1.0))
+    [rollout] = original.rollouts
     ids = np.insert(rollout.completion_ids, 2, 270)
-    hidden = replace(sampled, rollouts=(replace(rollout, completion_ids=ids),))
+    hidden = replace(original, rollouts=(replace(rollout, completion_ids=ids),))
     records, report = select(tokenizer, [hidden])
     assert records == [] and report["dropped"]["hidden_tokens"] == 1
 
@@ -120,25 +101,25 @@ def test_a_sample_with_tokens_unknown_to_the_tokenizer_is_dropped(tokenizer):
 def test_an_answer_to_the_words_of_an_agent_is_none_to_its_row(tokenizer):
     (whole,) = one_prompt(tokenizer, ("12", 1.0))
     (rollout,) = whole.rollouts
-    asked = replace(rollout, context_ids=np.array([5, 6], np.int32))
-    records, report = select(tokenizer, [replace(whole, rollouts=(asked,))])
+    with_context = replace(rollout, context_ids=np.array([5, 6], np.int32))
+    records, report = select(tokenizer, [replace(whole, rollouts=(with_context,))])
     assert not records and report["dropped"]["other_prompt"] == 1
 
 
 def test_an_answer_that_a_stop_text_ended_is_dropped(tokenizer):
-    """A demonstration ends with EOS, which the policy did not sample there."""
+    """A demonstration ends with EOS, but the policy sampled none there."""
     (whole,) = one_prompt(tokenizer, ("12", 1.0))
     (rollout,) = whole.rollouts
     stopped = replace(rollout, completion_ids=rollout.completion_ids[:-1])
     records, report = select(tokenizer, [replace(whole, rollouts=(stopped,))])
     assert not records and report["dropped"]["stop_text"] == 1
-    assert kept(select(tokenizer, [whole])[0]) == ["12"]
+    assert completions(select(tokenizer, [whole])[0]) == ["12"]
 
 
 def test_several_answers_of_a_prompt_may_be_kept_the_shortest(tokenizer):
     samples = [(f"{'x' * n}", 1.0) for n in (5, 3, 4, 2)]
     groups = one_prompt(tokenizer, *samples)
-    assert kept(select(tokenizer, groups, keep_per_prompt=2)[0]) == ["xx", "xxx"]
+    assert completions(select(tokenizer, groups, keep_per_prompt=2)[0]) == ["xx", "xxx"]
 
 
 def test_prompts_that_are_too_easy_are_dropped_on_request(tokenizer):
@@ -148,16 +129,16 @@ def test_prompts_that_are_too_easy_are_dropped_on_request(tokenizer):
         group(tokenizer, hard, ("d", 1.0), ("e", 0.0)),
     ]
     records, report = select(tokenizer, groups, max_pass_rate=0.9)
-    assert kept(records) == ["d"] and records[0]["pass_rate"] == 0.5
+    assert completions(records) == ["d"] and records[0]["pass_rate"] == 0.5
     assert report["dropped"]["too_easy"] == 2 and report["prompts_kept"] == 1
-    assert kept(select(tokenizer, groups)[0]) == ["a", "d"]
+    assert completions(select(tokenizer, groups)[0]) == ["a", "d"]
 
 
 def test_a_duplicate_problem_does_not_duplicate_an_answer(tokenizer):
     twice = prompts(tokenizer, config().data, "same", "same")
     assert twice[0].uid != twice[1].uid
     records, report = select(tokenizer, [group(tokenizer, p, ("right", 1.0)) for p in twice])
-    assert kept(records) == ["right"] and report["dropped"]["duplicate"] == 1
+    assert completions(records) == ["right"] and report["dropped"]["duplicate"] == 1
 
 
 def test_unscored_samples_do_not_enter_the_pass_rate(tokenizer):
@@ -165,33 +146,30 @@ def test_unscored_samples_do_not_enter_the_pass_rate(tokenizer):
     assert records == [] and report["pass_rate"] is None and report["length_tokens"] is None
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"instruction": "Think first."},
-        {"system_prompt": "You add.", "instruction": "Think first."},
-        {"chat_template": "none", "system_prompt": "You add.", "instruction": "Think first."},
-        {"template": "{problem} <|end|>?", "few_shot": SHOTS, "prefill": "<think>\n"},
-        {"few_shot": SHOTS, "system_prompt": "You add.", "prefill": "So ", "prefill_as": "completion"},
-        {"chat_template": "none", "template": "Q: {problem}", "few_shot": SHOTS, "prefill": "A:"},
-        {"train": [{"path": "demo:add3", "name": "made", "instruction": "", "prefill": "<think>"}]},
-    ],
-)
+@pytest.mark.parametrize("data", [
+    {},
+    {"instruction": "Think first."},
+    {"system_prompt": "You add.", "instruction": "Think first."},
+    {"chat_template": "none", "system_prompt": "You add.", "instruction": "Think first."},
+    {"template": "{problem} <|end|>?", "few_shot": SHOTS, "prefill": "<think>\n"},
+    {"few_shot": SHOTS, "system_prompt": "You add.", "prefill": "So ", "prefill_as": "completion"},
+    {"chat_template": "none", "template": "Q: {problem}", "few_shot": SHOTS, "prefill": "A:"},
+    {"train": [{"path": "demo:add3", "name": "made", "instruction": "", "prefill": "<think>"}]},
+])  # fmt: skip
 @pytest.mark.parametrize("turns", [(), CHAT])
 def test_supervised_training_gets_the_policys_own_prompt_and_completion_tokens(
     tokenizer, tmp_path, data, turns
 ):
     settings = config(**data)
     prompt = prompts(tokenizer, settings.data, "1+1=", turns=turns)[0]
-    sampled = group(tokenizer, prompt, ("<think>é</think>\\boxed{2}", 1.0))
+    source = group(tokenizer, prompt, ("<think>é</think>\\boxed{2}", 1.0))
     selection = Selection(settings.rejection, settings.data, tokenizer)
     path = tmp_path / "sft.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in selection.take([sampled])))
+    path.write_text("".join(json.dumps(record) + "\n" for record in selection.take([source])))
     sft = SFTConfig.model_validate({"model": "demo:tiny", "data": str(path)})
     [pair] = load_pairs(sft, tokenizer)
     assert pair.prompt == prompt.token_ids.tolist() and all(pair.sampled)
-    assert pair.completion == sampled.rollouts[0].completion_ids.tolist()
+    assert pair.completion == source.rollouts[0].completion_ids.tolist()
 
 
 def test_a_reward_equal_to_the_requested_minimum_is_kept(tokenizer):
@@ -199,7 +177,7 @@ def test_a_reward_equal_to_the_requested_minimum_is_kept(tokenizer):
     reward = np.float32(0.8 + 0.1)
     assert float(reward) < 0.9
     records, report = select(tokenizer, one_prompt(tokenizer, ("right", reward)), min_reward=0.9)
-    assert kept(records) == ["right"] and report["pass_rate"] == 1.0
+    assert completions(records) == ["right"] and report["pass_rate"] == 1.0
 
 
 @pytest.mark.parametrize("turns", [(), CHAT])
@@ -217,8 +195,8 @@ def test_special_tokens_of_the_configuration_are_tokens_in_demonstrations_too_an
     [prompt] = prompts(tokenizer, settings, "1+1=<|end|>", turns=turns)
     plain = {key: text.replace("<|", "").replace("|>", "") for key, text in keys.items()}
     [without] = prompts(tokenizer, config(**plain).data, "1+1=<|end|>", turns=turns)
-    asked, written = prompt.token_ids.tolist().count(END), without.token_ids.tolist().count(END)
-    assert asked - written == str(keys).count("<|end|>")  # whatever shape a row has
+    total, in_row = prompt.token_ids.tolist().count(END), without.token_ids.tolist().count(END)
+    assert total - in_row == str(keys).count("<|end|>")  # whatever shape a row has
     record = Selection(config().rejection, settings, tokenizer).take(
         [group(tokenizer, prompt, ("2", 1), ("3", 0))]
     )

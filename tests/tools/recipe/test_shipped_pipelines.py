@@ -1,4 +1,4 @@
-"""The pipelines of `configs/pipelines`: all can be read, and the demo of all domains passes every check."""
+"""The pipelines in `configs/pipelines`: all can be read, and the demo of all domains passes every check."""
 
 import pytest
 
@@ -24,10 +24,8 @@ def test_the_stage_of_all_domains_has_rewards_weights_and_temperatures_by_source
     config = stage.config
     assert config.data.weights == {"reasoning": 0.75, "general": 0.25}
     assert config.data.temperatures == {"general": 0.9} and config.sampling.temperature == 0.7
-    names = {
-        source: [f.function for f in config.rewards.select_source(source).functions]
-        for source in config.data.weights
-    }
+    rewards = {source: config.rewards.select_source(source) for source in config.data.weights}
+    names = {source: [f.function for f in settings.functions] for source, settings in rewards.items()}
     assert names["reasoning"] == ["math", "language"]
     assert names["general"] == ["numeric", "repetition", "language"]
     assert config.batch.order.name == "completion" and config.dynamic_sampling.enabled

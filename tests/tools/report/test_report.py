@@ -31,12 +31,12 @@ from tests.support.patience import HANG_S
 from tests.support.reports import HOSTILE, make_run, metrics_of, pieces, write_lines, write_samples
 
 
-def page_of(runs, tmp_path, **limits):
-    said = []
+def build_page(runs, tmp_path, **limits):
+    messages = []
     target = write_report(
-        [str(run) for run in runs], str(tmp_path / "out.html"), ReportLimits(**limits), said.append
+        [str(run) for run in runs], str(tmp_path / "out.html"), ReportLimits(**limits), messages.append
     )
-    return *pieces(target), target, said
+    return *pieces(target), target, messages
 
 
 @pytest.fixture(scope="module")
@@ -45,32 +45,30 @@ def run(tmp_path_factory):
 
 
 def test_a_page_contains_the_whole_run_and_loads_nothing(run, tmp_path):
-    manifest, found, target, said = page_of([run], tmp_path)
-    (own,) = manifest["runs"]
-    assert own["label"] == "one" and not own["about"]["notices"]
-    assert [e["key"] for e in own["samples"]][:2] == [
-        "samples/eval_add3_step_000000/0",
-        "samples/step_000001/0",
-    ]
-    assert found["0/metrics/0"]["step"] == list(range(7))
-    assert found["0/metrics/0"]["columns"]["ref/kl"][2:5] == [0.02, None, 0.04]
-    assert own["about"]["config"]["policy.optimizer.lr"] == "0.0001"
-    assert own["about"]["config"]["rewards.api_key"] == "***"
-    assert own["about"]["environment"]["versions.torch"] == "2.13.0"
-    assert own["about"]["ledger"] == {"trained": 24}
-    rows = found["0/rows/samples/step_000002/0"]
+    manifest, data, target, messages = build_page([run], tmp_path)
+    (info,) = manifest["runs"]
+    assert info["label"] == "one" and not info["about"]["notices"]
+    keys = [e["key"] for e in info["samples"]]
+    assert keys[:2] == ["samples/eval_add3_step_000000/0", "samples/step_000001/0"]
+    assert data["0/metrics/0"]["step"] == list(range(7))
+    assert data["0/metrics/0"]["columns"]["ref/kl"][2:5] == [0.02, None, 0.04]
+    assert info["about"]["config"]["policy.optimizer.lr"] == "0.0001"
+    assert info["about"]["config"]["rewards.api_key"] == "***"
+    assert info["about"]["environment"]["versions.torch"] == "2.13.0"
+    assert info["about"]["ledger"] == {"trained": 24}
+    rows = data["0/rows/samples/step_000002/0"]
     assert rows["sample"][:5] == [0, 1, 2, 3, 0] and rows["group"][:5] == [0, 0, 0, 0, 1]
     assert rows["reward"][:2] == [1.0, 0.0] and rows["parts"]["format"][:2] == [0.25, 0.25]
     assert rows["advantage"][:2] == [0.5, -0.5]
     assert [rows["found"]["values"][i] for i in rows["found"]["index"][:2]] == ["6", "7"]
     text = target.read_text()
     assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=(?!\"data:,\")", text)
-    assert "open it in a browser" in said[0]
+    assert "open it in a browser" in messages[0]
 
 
 def test_token_values_are_the_recorded_ones_within_rounding(run, tmp_path):
-    _, found, _, _ = page_of([run], tmp_path)
-    tokens = found["0/tokens/samples/step_000002/0"]
+    _, data, _, _ = build_page([run], tmp_path)
+    tokens = data["0/tokens/samples/step_000002/0"]
     table = pq.read_table(run / "samples/step_000002.parquet").to_pylist()
     for i in (0, 7):
         assert "".join(tokens["vocabulary"][t] for t in tokens["tokens"][i]) == table[i]["completion"]
@@ -81,13 +79,13 @@ def test_token_values_are_the_recorded_ones_within_rounding(run, tmp_path):
         # k3 of a difference of 0.11: e^-0.11 - 1 + 0.11
         kl = tokens["kl"][i]
         assert {kl} if isinstance(kl, int) else set(kl) <= {58, 59}
-    assert found["0/tokens/samples/step_000001/0"]["kl"][0] is None
+    assert data["0/tokens/samples/step_000001/0"]["kl"][0] is None
 
 
 def test_hostile_text_reaches_the_page_intact_and_never_as_markup(tmp_path):
     run = make_run(tmp_path / 'a<b>"&', steps=1, texts=lambda s, g, i: HOSTILE)
-    _, found, target, _ = page_of([run], tmp_path)
-    assert found["0/texts/samples/step_000001/0"]["completion"][0] == HOSTILE
+    _, data, target, _ = build_page([run], tmp_path)
+    assert data["0/texts/samples/step_000001/0"]["completion"][0] == HOSTILE
     text = target.read_text()
     assert "owned" not in text and "<b>" not in text.split("</title>")[0]
     assert "<title>grpo-dist: a&lt;b&gt;&quot;&amp;</title>" in text
@@ -102,9 +100,9 @@ def test_invalid_utf8_and_lone_surrogates_are_shown(tmp_path):
     raw = pa.array([b"\xff\xfe\\boxed{1}"] * len(table), pa.binary()).view(pa.string())
     pq.write_table(table.set_column(table.schema.get_field_index("completion"), "completion", raw), path)
     (run / "events.jsonl").write_text('{"time": 1, "step": 1, "message": "\\ud800 lone"}\n')
-    _, found, _, _ = page_of([run], tmp_path)
-    assert found["0/texts/samples/step_000001/0"]["completion"][0] == "\ufffd\ufffd\\boxed{1}"
-    assert found["0/events/0"] == [[1.0, 1, "\ud800 lone"]]
+    _, data, _, _ = build_page([run], tmp_path)
+    assert data["0/texts/samples/step_000001/0"]["completion"][0] == "\ufffd\ufffd\\boxed{1}"
+    assert data["0/events/0"] == [[1.0, 1, "\ud800 lone"]]
 
 
 def test_torn_and_missing_files_are_reported_and_the_rest_is_shown(tmp_path):
@@ -115,41 +113,35 @@ def test_torn_and_missing_files_are_reported_and_the_rest_is_shown(tmp_path):
     (run / "timeline.jsonl").unlink()
     (run / "config.yaml").write_text("a: [")
     (run / "environment.json").write_text("{")
-    manifest, found, _, _ = page_of([run], tmp_path)
+    manifest, data, _, _ = build_page([run], tmp_path)
     notices = "\n".join(manifest["runs"][0]["about"]["notices"])
     assert "metrics.jsonl: 2 unreadable line(s)" in notices
     assert "samples/step_000003.parquet: cannot be read" in notices
     assert "missing or empty: timeline.jsonl" in notices
     assert "config.yaml: cannot be read" in notices and "environment.json: cannot be read" in notices
-    assert found["0/metrics/0"]["step"] == list(range(7))
+    assert data["0/metrics/0"]["step"] == list(range(7))
     assert "samples/step_000002/0" in [e["key"] for e in manifest["runs"][0]["samples"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("ledger.jsonl", '{"step": 1, "trained": 3, "no_signal": null, "unscored": ["p"]}'),
-        ("events.jsonl", "[" * 100_000),
-        ("events.jsonl", '{"message": {"a": 1}, "step": {"b": NaN}, "time": "x"}'),
-        ("timeline.jsonl", f'{{"step": 1, "spans": [["a", "b", 1{"0" * 400}, 2]]}}'),
-        ("metrics.jsonl", f'{{"step": 1, "reward/mean": "x", "loss/total": 1{"0" * 400}}}'),
-        ("config.yaml", "model: foo\nsft: 3"),
-        ("environment.json", "[1"),
-        ("timeline.jsonl", '{"step": 1, "spans": 5}'),
-        ("config.yaml", '{"a":' * 100_000),
-        ("config.yaml", b"a: \xff"),
-        ("environment.json", '{"a":' * 100_000),
-        (
-            "events.jsonl",
-            b'{"a":' * 100_000 + b'\n\xff\n[]\n{"message": "\\ud800"}\n{"step": "x", "message": 5}',
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("ledger.jsonl", '{"step": 1, "trained": 3, "no_signal": null, "unscored": ["p"]}'),
+    ("events.jsonl", "[" * 100_000),
+    ("events.jsonl", '{"message": {"a": 1}, "step": {"b": NaN}, "time": "x"}'),
+    ("timeline.jsonl", f'{{"step": 1, "spans": [["a", "b", 1{"0" * 400}, 2]]}}'),
+    ("metrics.jsonl", f'{{"step": 1, "reward/mean": "x", "loss/total": 1{"0" * 400}}}'),
+    ("config.yaml", "model: foo\nsft: 3"),
+    ("environment.json", "[1"),
+    ("timeline.jsonl", '{"step": 1, "spans": 5}'),
+    ("config.yaml", '{"a":' * 100_000),
+    ("config.yaml", b"a: \xff"),
+    ("environment.json", '{"a":' * 100_000),
+    ("events.jsonl", b'{"a":' * 100_000 + b'\n\xff\n[]\n{"message": "\\ud800"}\n{"step": "x", "message": 5}'),
+])  # fmt: skip
 def test_no_content_of_a_file_stops_a_report(tmp_path, name, text):
     run = make_run(tmp_path / "run", steps=1)
     (run / name).write_bytes((text if isinstance(text, bytes) else text.encode()) + b"\n")
-    manifest, found, _, _ = page_of([run], tmp_path)
-    assert found["0/rows/samples/step_000001/0"]
+    manifest, data, _, _ = build_page([run], tmp_path)
+    assert data["0/rows/samples/step_000001/0"]
     if name == "ledger.jsonl":
         assert manifest["runs"][0]["about"]["ledger"] == {"unscored": 1}
 
@@ -164,7 +156,7 @@ def test_a_group_is_never_split_and_one_prompt_may_have_several(tmp_path):
     assert table["sample"].to_pylist() == [0, 1, 2] * 33
     assert table["uid"][0].as_py() == "p1-667"
     whole = pq.read_table(path)
-    for size in (400, 2001):  # in row groups, into which batches of rows do not fit
+    for size in (400, 2001):  # sizes of row groups; batches of rows do not fit into them
         pq.write_table(whole, path, row_group_size=size)
         read = [rollouts.read_rows(path, part, ["uid", "sample"]) for part in (*parts, range(399, 402))]
         assert [t.to_pylist() for t in read] == [
@@ -178,38 +170,38 @@ def test_a_group_is_never_split_and_one_prompt_may_have_several(tmp_path):
 
 
 def test_a_file_has_the_newest_rollouts_that_fit(run, tmp_path, monkeypatch):
-    whole, found, _, _ = page_of([run], tmp_path)
+    whole, data, _, _ = build_page([run], tmp_path)
     last = whole["runs"][0]["samples"][-1]
-    size = sum(len(base64.b64encode(gzip.compress(json.dumps(found[f"0/{kind}/{last['key']}"]).encode())))
+    size = sum(len(base64.b64encode(gzip.compress(json.dumps(data[f"0/{kind}/{last['key']}"]).encode())))
                for kind in ("rows", "texts"))  # fmt: skip
     monkeypatch.setattr("grpo_dist.tools.report.page._SAMPLES", 2 * size)
-    manifest, found, _, _ = page_of([run], tmp_path)
-    (own,) = manifest["runs"]
-    kept = [entry["key"] for entry in own["samples"]]
-    assert 0 < len(kept) < 4 and kept == [entry["key"] for entry in whole["runs"][0]["samples"]][-len(kept) :]
+    manifest, data, _, _ = build_page([run], tmp_path)
+    (info,) = manifest["runs"]
+    keys = [entry["key"] for entry in info["samples"]]
+    assert 0 < len(keys) < 4 and keys == [entry["key"] for entry in whole["runs"][0]["samples"]][-len(keys) :]
     rows = sum(entry["rows"] for entry in whole["runs"][0]["samples"])
-    assert own["about"]["left_out"]["rollouts"] == rows - sum(entry["rows"] for entry in own["samples"])
-    assert sum("/rows/" in name for name in found) == len(kept)
-    asked, _, _, _ = page_of([run], tmp_path, rollouts=1000)
-    assert asked["runs"][0]["about"]["left_out"] == {"rollouts": 0, "tables": 0}
+    assert info["about"]["left_out"]["rollouts"] == rows - sum(entry["rows"] for entry in info["samples"])
+    assert sum("/rows/" in name for name in data) == len(keys)
+    larger, _, _, _ = build_page([run], tmp_path, rollouts=1000)
+    assert larger["runs"][0]["about"]["left_out"] == {"rollouts": 0, "tables": 0}
 
 
 def test_token_values_stay_within_their_limit_with_recorded_steps_first(run, tmp_path):
-    _, everything, _, _ = page_of([run], tmp_path)
+    _, everything, _, _ = build_page([run], tmp_path)
     a_group = sum(map(len, everything["0/tokens/samples/step_000005/0"]["tokens"][:4]))
-    manifest, found, _, _ = page_of([run], tmp_path, tokens=2 * a_group + 5)
-    assert [name for name in found if "/tokens/" in name] == ["0/tokens/samples/step_000005/0"]
-    assert len(found["0/tokens/samples/step_000005/0"]["tokens"]) == 8
+    manifest, data, _, _ = build_page([run], tmp_path, tokens=2 * a_group + 5)
+    assert [name for name in data if "/tokens/" in name] == ["0/tokens/samples/step_000005/0"]
+    assert len(data["0/tokens/samples/step_000005/0"]["tokens"]) == 8
     assert [e["key"] for e in manifest["runs"][0]["samples"] if e.get("tokens")] == ["samples/step_000005/0"]
-    _, found, _, _ = page_of([run], tmp_path, tokens=0)
-    assert not [name for name in found if "/tokens/" in name]
+    _, data, _, _ = build_page([run], tmp_path, tokens=0)
+    assert not [name for name in data if "/tokens/" in name]
 
 
 def test_a_wrong_tokenizer_is_detected(tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     character_tokenizer(ascii_only=True).save_pretrained(run / "model")
-    manifest, found, _, _ = page_of([run], tmp_path)
-    assert not [name for name in found if "/tokens/" in name]
+    manifest, data, _, _ = build_page([run], tmp_path)
+    assert not [name for name in data if "/tokens/" in name]
     assert "do not match" in "\n".join(manifest["runs"][0]["about"]["notices"])
 
 
@@ -229,10 +221,10 @@ def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["./qwen", "../qwen", "~/qwen", "qwen/", "models/a b"])
 def test_a_local_path_of_the_model_is_not_looked_up_as_a_name_of_the_hub(tmp_path, path):
     run = make_run(tmp_path / "run", steps=1, config={"model": {"path": path}})
-    manifest, _, _, _ = page_of([run], tmp_path)
+    manifest, _, _, _ = build_page([run], tmp_path)
     assert path in manifest["runs"][0]["about"]["tokenizer"]
     character_tokenizer().save_pretrained(run / "model")
-    assert page_of([run], tmp_path)[0]["runs"][0]["has_tokens"]
+    assert build_page([run], tmp_path)[0]["runs"][0]["has_tokens"]
 
 
 @pytest.mark.parametrize("text", ["a  b", "Ωm漢字🎉!", "line\n\n\\boxed{ 1}"])
@@ -249,9 +241,9 @@ def test_token_texts_concatenate_to_the_text(text):
 def test_extracted_answers_are_those_of_the_grader():
     completions = ["\\boxed{1} no, \\boxed{2}", "The final answer is $8$.", "nothing", "so\nParis"]
     with AnswerReader() as answers:
-        found = answers.read(completions, ["correct", "wrong", "no_answer", ""])
+        extracted = answers.read(completions, ["correct", "wrong", "no_answer", ""])
         assert answers.not_searched == 0
-    assert found == ["2", "8", None, "Paris"]
+    assert extracted == ["2", "8", None, "Paris"]
 
 
 @pytest.mark.slow
@@ -274,28 +266,25 @@ def test_an_interrupt_ends_a_server_cleanly(tmp_path, before):
     assert process.returncode == 0 and errors == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere"], "no such directory"),
-        (["."], "not a run directory"),
-        (["run", "run"], "given twice"),
-        (["run", "--output", "run"], "a directory"),
-        (["run", "--output", "none/such/x.html"], "cannot be written"),
-        (["run", "--serve", "--output", "x.html"], "--serve writes no file"),
-        (["run", "--rollouts", "-1"], "expected 0 or more"),
-        (["run", "--output", "fifo"], "fifo: a device, FIFO or socket, which a file would replace"),
-        (["run", "--output", "link"], "link: a device, FIFO or socket, which a file would replace"),
-    ],
-)
-def test_what_cannot_be_reported_is_refused_with_exit_code_2(arguments, said, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["nowhere"], "no such directory"),
+    (["."], "not a run directory"),
+    (["run", "run"], "given twice"),
+    (["run", "--output", "run"], "a directory"),
+    (["run", "--output", "none/such/x.html"], "cannot be written"),
+    (["run", "--serve", "--output", "x.html"], "--serve writes no file"),
+    (["run", "--rollouts", "-1"], "expected 0 or more"),
+    (["run", "--output", "fifo"], "fifo: a device, FIFO or socket, which a file would replace"),
+    (["run", "--output", "link"], "link: a device, FIFO or socket, which a file would replace"),
+])  # fmt: skip
+def test_what_cannot_be_reported_is_refused_with_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("")
     os.mkfifo("fifo")
     os.symlink("fifo", "link")
     assert main(["report", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert words in capsys.readouterr().err
     assert stat.S_ISFIFO(os.stat("link").st_mode)
 
 
@@ -435,6 +424,6 @@ def test_tables_of_older_runs_may_lack_columns(tmp_path):
     path = run / "samples/step_000001.parquet"
     table = pq.read_table(path)
     pq.write_table(table.select(["uid", "sample", "completion", "reward"]), path)
-    _, found, _, _ = page_of([run], tmp_path)
-    rows = found["0/rows/samples/step_000001/0"]
+    _, data, _, _ = build_page([run], tmp_path)
+    rows = data["0/rows/samples/step_000001/0"]
     assert rows["length"][0] is None and rows["advantage"][0] is None and rows["parts"] == {}

@@ -15,14 +15,7 @@ from grpo_dist.tools.report.run_dir import open_runs
 from grpo_dist.tools.report.server import ReportServer
 from grpo_dist.tools.report.source import ReportLimits, sources
 from tests.support.patience import HANG_S
-from tests.support.reports import (
-    HOSTILE,
-    make_run,
-    metrics_of,
-    timeline_of,
-    write_lines,
-    write_samples,
-)
+from tests.support.reports import HOSTILE, make_run, metrics_of, timeline_of, write_lines, write_samples
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +60,8 @@ def test_every_tab_loads_without_console_messages(browser, runs, tmp_path):
     names = page.get("[...document.querySelectorAll('.chart')].map((c) => c.dataset.metric)")
     assert {"reward/mean", "policy/entropy", "time/sample_s"} <= set(names) and names[-1] == "novel/thing"
     units = dict(zip(names, page.texts(".chart h4 small"), strict=True))
-    about = dict(
-        zip(names, page.get("[...document.querySelectorAll('.chart h4')].map((h) => h.title)"), strict=True)
-    )
+    titles = page.get("[...document.querySelectorAll('.chart h4')].map((h) => h.title)")
+    about = dict(zip(names, titles, strict=True))
     assert units["policy/entropy"] == "nats" and units["eval/add3/pass@1"] == "share · bars: 95%"
     assert "eval/add3/pass@1_stderr" not in names
     assert "uncertainty of the policy about a token\nLook for: falls" in about["policy/entropy"]
@@ -82,10 +74,8 @@ def test_every_tab_loads_without_console_messages(browser, runs, tmp_path):
     assert "rises" in page.text("#events-list")
     assert "versions.torch" in page.text("#environment-table")
     assert page.console() == []
-    assert (
-        page.get("performance.getEntriesByType('resource').filter((e) => e.name.startsWith('http')).length")
-        == 0
-    )
+    requests = "performance.getEntriesByType('resource').filter((e) => e.name.startsWith('http')).length"
+    assert page.get(requests) == 0
 
 
 def test_model_text_is_never_markup(browser, tmp_path):
@@ -93,17 +83,17 @@ def test_model_text_is_never_markup(browser, tmp_path):
     page = opened(browser, [run], tmp_path, "rollouts")
     page.click("#table .tabulator-row")
     page.until("document.getElementById('group').open")
-    shown = page.text(".card .text")
-    assert "</script><script>document.title='owned'</script>⟨2028⟩<!-- ⟨00⟩ <b>bold</b> &amp; ⟨202E⟩" in shown
+    text = page.text(".card .text")
+    assert "</script><script>document.title='owned'</script>⟨2028⟩<!-- ⟨00⟩ <b>bold</b> &amp; ⟨202E⟩" in text
     page.set("#colour", "")
-    assert page.text(".card .text") == shown
+    assert page.text(".card .text") == text
     assert page.get("document.title") == "grpo-dist: run"
     assert page.get("document.querySelectorAll('.card b, #events-list b').length") == 0
     assert page.console() == []
 
 
 def with_prompts_and_failures(table, ids):
-    """Return a table of samples whose first one could not be scored, and the tokens of its prompts."""
+    """Return ``table`` with the prompts' tokens, and with a first sample that could not be scored."""
     count, each = len(table), pa.list_(pa.string())
     rewards = [None, *table["reward"].to_pylist()[1:]]
     why = [["reward math: ValueError: no gold (rewards.py:3 in math)"], *[[]] * (count - 1)]
@@ -119,8 +109,8 @@ def with_prompts_and_failures(table, ids):
 def test_a_group_has_its_prompt_as_the_model_read_it_its_failures_and_an_address(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=2)
     path = run / "samples/step_000002.parquet"
-    asked = "<think>add</think>1+1="
-    ids = character_tokenizer()(asked)["input_ids"]
+    text = "<think>add</think>1+1="
+    ids = character_tokenizer()(text)["input_ids"]
     pq.write_table(with_prompts_and_failures(pq.read_table(path), ids), path)
     page = opened(browser, [run], tmp_path, "rollouts")
     assert column(page, "ending")[1] == "1+0=1 because 2 \\boxed{7}"
@@ -130,7 +120,7 @@ def test_a_group_has_its_prompt_as_the_model_read_it_its_failures_and_an_address
     page.click("#table .tabulator-row")
     page.until("document.getElementById('group').open")
     assert page.text("#group-asked") == f"Prompt as the model read it: {len(ids)} tokens"
-    assert page.text("#group-problem") == asked and "<think>" in page.texts("#group-problem .token")
+    assert page.text("#group-problem") == text and "<think>" in page.texts("#group-problem .token")
     assert "ValueError: no gold (rewards.py:3 in math)" in page.text(".card.chosen dl")
     address, title = page.get("location.href"), page.text("#group-title")
     assert address.endswith("#rollouts/0/2/training/p2-0")
@@ -188,15 +178,15 @@ def test_a_group_shows_all_its_completions_coloured_by_token(browser, runs, tmp_
                      "length": f"{tokens} tokens"}  # fmt: skip
     measures = page.get("[...document.querySelectorAll('#colour option:not(:disabled)')].map((o) => o.value)")
     assert measures == ["", "logprob", "log_ratio", "advantage", "kl"]
-    seen = {}
+    styles = {}
     for measure in measures:
         page.set("#colour", measure)
-        seen[measure] = page.get("[...document.querySelectorAll('.token')].map((t) => t.style.background)")
-    assert set(seen[""]) == {""}
-    assert len(set(seen["logprob"])) > 5 and all(seen["logprob"])
-    assert seen["logprob"] != seen["kl"] and len({str(colours) for colours in seen.values()}) == 5
-    a_card = len(seen["advantage"]) // 4
-    assert len(set(seen["advantage"][:a_card])) == 1 and len(set(seen["advantage"])) == 2
+        styles[measure] = page.get("[...document.querySelectorAll('.token')].map((t) => t.style.background)")
+    assert set(styles[""]) == {""}
+    assert len(set(styles["logprob"])) > 5 and all(styles["logprob"])
+    assert styles["logprob"] != styles["kl"] and len({str(colours) for colours in styles.values()}) == 5
+    a_card = len(styles["advantage"]) // 4
+    assert len(set(styles["advantage"][:a_card])) == 1 and len(set(styles["advantage"])) == 2
     page.set("#colour", "log_ratio")
     assert "white: 1" in page.text("#scale")
     page.run(
@@ -245,7 +235,7 @@ def test_two_runs_are_overlaid_and_can_be_hidden(browser, runs, tmp_path):
 
 
 @contextmanager
-def served(run):
+def serve(run):
     with (
         AnswerReader() as answers,
         ReportServer("127.0.0.1", 0, sources(open_runs([run]), ReportLimits(), answers)) as server,
@@ -263,7 +253,7 @@ def served(run):
 def test_a_served_page_follows_the_run_without_losing_filters(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     rng = np.random.default_rng(0)
-    with served(run) as url:
+    with serve(run) as url:
         browser.console()
         page = browser.open(url + "#rollouts")
         page.until("document.querySelector('#table .tabulator-row')")
@@ -292,28 +282,3 @@ def test_a_served_page_follows_the_run_without_losing_filters(browser, tmp_path)
         assert page.console() == []
     page.until("document.getElementById('state').textContent.includes('does not answer')")
     assert page.text("#count").startswith("32 of 64")
-
-
-def seconds(page, act, done):
-    """Time from an action until an expression is true and the browser has drawn it, best of three."""
-    script = """
-        const [act, done, finish] = arguments;
-        const begin = performance.now();
-        eval(act);
-        const drawn = () => setTimeout(() => finish((performance.now() - begin) / 1e3));
-        const look = () => (eval(done) ? requestAnimationFrame(drawn) : setTimeout(look, 5));
-        look();"""
-    found = []
-    for _ in range(3):
-        page.run("if (document.getElementById('group').open) document.getElementById('group').close()")
-        page.click("#f-clear")
-        page.until("document.getElementById('count').textContent.startsWith('100,000 of')")
-        page.until("document.querySelector('#table .tabulator-page.active').textContent === '1'")
-        page.run("document.querySelector('#table .tabulator-tableholder').scrollTo(0, 0)")
-        found.append(page.browser.execute_async_script(script, act, done))
-    return min(found)
-
-
-def first(field):
-    """Return the topmost value of a column of the table."""
-    return f"document.querySelector('#table .tabulator-row [tabulator-field={field}]').textContent"

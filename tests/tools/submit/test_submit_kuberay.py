@@ -55,12 +55,12 @@ def manifest(capsys, directory, *arguments):
     path = config_in(directory, text=TINY, output="/data/runs")
     capsys.readouterr()
     status = main(["submit", str(path), *OPTIONS, "--dry-run", *map(str, arguments)])
-    said = capsys.readouterr()
-    assert status == 0, said.err
-    return tuple(yaml.safe_load_all(said.out))  # without the warnings
+    output = capsys.readouterr()
+    assert status == 0, output.err
+    return tuple(yaml.safe_load_all(output.out))  # without the warnings
 
 
-def has(notes, status):
+def set_status(notes, status):
     (notes / "rayjob.json").write_text(json.dumps({"status": status}))
 
 
@@ -86,8 +86,8 @@ def test_the_manifest_is_a_rayjob_with_the_resources_of_the_run(kube, tmp_path, 
     (group,) = cluster["workerGroupSpecs"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
     worker, head = group["template"]["spec"], cluster["headGroupSpec"]["template"]["spec"]
-    (own,) = worker["containers"]
-    assert own["resources"]["limits"] == {"cpu": "64", "memory": "400Gi", "nvidia.com/gpu": "8"}
+    (container,) = worker["containers"]
+    assert container["resources"]["limits"] == {"cpu": "64", "memory": "400Gi", "nvidia.com/gpu": "8"}
     assert head["containers"][0]["resources"]["limits"] == {"cpu": "8", "memory": "64Gi"}
     for pod in (head, worker):
         container = pod["containers"][0]
@@ -110,22 +110,20 @@ def test_the_manifest_is_a_rayjob_with_the_resources_of_the_run(kube, tmp_path, 
 
 
 def test_all_pods_keep_models_on_the_volume_unless_told_otherwise(kube, tmp_path, capsys):
-    given = ("--env", "HF_HOME=/data/hub", "--secret", "paths:GRPO_DIST_CACHE")
-    _, rayjob = manifest(capsys, tmp_path, *given)
+    options = ("--env", "HF_HOME=/data/hub", "--secret", "paths:GRPO_DIST_CACHE")
+    _, rayjob = manifest(capsys, tmp_path, *options)
     cluster = rayjob["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         (container,) = group["template"]["spec"]["containers"]
         secret = {"secretKeyRef": {"name": "paths", "key": "GRPO_DIST_CACHE"}}
-        assert container["env"] == [
-            {"name": "HF_HOME", "value": "/data/hub"},
-            {"name": "GRPO_DIST_CACHE", "valueFrom": secret},
-        ]
+        home = {"name": "HF_HOME", "value": "/data/hub"}
+        assert container["env"] == [home, {"name": "GRPO_DIST_CACHE", "valueFrom": secret}]
 
 
 def test_a_run_without_gpus_fits_on_its_nodes(kube, tmp_path, capsys):
-    """Ray counts the head's CPUs too, though a worker that needs half of all CPUs does not fit there."""
-    own = ("--gpus-per-node", "0", "max_staleness=1")
-    _, rayjob = manifest(capsys, tmp_path, *own)
+    """Ray counts the head's CPUs too, but a worker that needs half of all CPUs does not fit there."""
+    options = ("--gpus-per-node", "0", "max_staleness=1")
+    _, rayjob = manifest(capsys, tmp_path, *options)
     cluster = rayjob["spec"]["rayClusterSpec"]
     head = int(cluster["headGroupSpec"]["rayStartParams"]["num-cpus"])
     (group,) = cluster["workerGroupSpecs"]
@@ -139,26 +137,25 @@ def test_a_run_without_gpus_fits_on_its_nodes(kube, tmp_path, capsys):
 def test_names_are_valid_for_kubernetes(kube, tmp_path, capsys):
     for name in ("A.Strange_Name--", "7b", "x" * 90):
         _, rayjob = manifest(capsys, tmp_path, f"name={name}")
-        jsonschema.validate(rayjob, RAYJOB)  # which has the pattern and the length
+        jsonschema.validate(rayjob, RAYJOB)  # the schema has the pattern and the length
 
 
 def test_a_job_is_created_once_queried_followed_and_stopped(kube, tmp_path, capfd):
-    """`capfd`, as kubectl prints the log itself."""
+    """`capfd`, because kubectl itself prints the log."""
     assert submit(capfd, tmp_path)[0] == 0
     run = "/data/runs/tiny"
     _, rayjob = yaml.safe_load_all((kube / "created.yaml").read_text())
     name = rayjob["metadata"]["name"]
-    # Also if only its RayJob was deleted by hand.
+    # It deletes the config map first, in case only the RayJob was deleted by hand.
     assert calls(kube)[-2].startswith(f"kubectl --namespace=research delete configmap {name} ")
     assert calls(kube)[-1] == "kubectl --namespace=research create -f -"
 
-    has(
-        kube,
-        {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING", "rayClusterName": "c-1", "jobId": "j-1"},
-    )
-    status, said = submit(capfd, tmp_path)
-    assert status == 2 and f"its RayJob {name} exists (Running: RUNNING)" in said
-    assert f"{name} on kuberay" in (said := command(capfd, "status", run)[1]) and "Running: RUNNING" in said
+    running = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
+    set_status(kube, running | {"rayClusterName": "c-1", "jobId": "j-1"})
+    status, text = submit(capfd, tmp_path)
+    assert status == 2 and f"its RayJob {name} exists (Running: RUNNING)" in text
+    text = command(capfd, "status", run)[1]
+    assert f"{name} on kuberay" in text and "Running: RUNNING" in text
     assert command(capfd, "logs", run)[1] == command(capfd, "logs", "--follow", run)[1] == "step 1\n"
     (kube / "broken").touch()
     assert command(capfd, "logs", "--follow", run)[0] == command(capfd, "logs", run)[0] == 2
@@ -166,11 +163,11 @@ def test_a_job_is_created_once_queried_followed_and_stopped(kube, tmp_path, capf
     assert calls(kube)[-1].endswith("exec pod/tiny-head --container=ray-head -- ray job stop --no-wait j-1")
     assert "--selector ray.io/cluster=c-1,ray.io/node-type=head" in calls(kube)[-2]
 
-    has(kube, {"jobDeploymentStatus": "Initializing"})  # no driver yet that could save
+    set_status(kube, {"jobDeploymentStatus": "Initializing"})  # there is no driver yet that could save
     command(capfd, "stop", run)
     assert calls(kube)[-1].endswith(f"delete rayjob,configmap {name} --ignore-not-found --wait=false")
 
-    has(kube, {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"})  # finished, so the next may start
+    set_status(kube, {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"})  # so a next job may start
     assert submit(capfd, tmp_path)[0] == 0
     assert [call.split()[2] for call in calls(kube)[-3:]] == ["get", "delete", "create"]
     assert "its RayJob no longer exists" in command(capfd, "status", run)[1]
@@ -178,54 +175,51 @@ def test_a_job_is_created_once_queried_followed_and_stopped(kube, tmp_path, capf
 
 def test_one_of_two_concurrent_submissions_is_refused(kube, tmp_path, capsys):
     (kube / "exists").touch()
-    status, said = submit(capsys, tmp_path)
-    assert status == 2 and "AlreadyExists" in said
+    status, output = submit(capsys, tmp_path)
+    assert status == 2 and "AlreadyExists" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--volume", "runs"), "--volume runs: expected CLAIM:/path"),
-        (("--volume", "claim:/data/../etc"), "expected CLAIM:/path"),
-        (("--volume", "claim:/da\nta"), "expected CLAIM:/path"),
-        (("--volume", "Claim!:/data"), "expected CLAIM:/path"),
-        (("--volume", "claim://"), "expected CLAIM:/path"),
-        (("--volume", "claim:/etc/./"), "hide files of /etc, which the pods need"),
-        (("--volume", "claim:/opt"), "hide files of /opt/grpo-dist"),
-        (("--volume", "claim:/usr/local/runs"), "hide files of /usr"),
-        (("--volume", "claim:/var"), "hide files of /var/run"),
-        (("--volume", "claim:/dev/shm"), "hide files of /dev"),
-        (("--image", "a b\nkind: Pod"), "--image 'a b\\nkind: Pod': expected the name of an image"),
-        (("--namespace", "a b"), "--namespace 'a b': expected small letters"),
-        (("--secret", "hub:HF_TOKEN: x"), "--secret 'hub:HF_TOKEN: x': expected the name of a Secret"),
-        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc contains `..`"),
-        (('output_dir="/data/a\\nb"',), "has a line break"),
-        (("rewards.functions=[{function: math, kwargs: {a: {api_key: k-1}}}]",), "looks like a secret"),
-        (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
-        (("output_dir=/elsewhere",), "`output_dir` = /elsewhere is not below /data"),
-        (("output_dir=runs",), "`output_dir` = runs is relative"),
-        (("code_paths=[.]",), "no code travels to a pod"),
-        (("--env", "PATH"), "--env PATH: its value would be in the manifest"),
-        (("--nodes", "1", "policy.num_workers=4", "rollout.num_workers=8"), "12 GPUs are needed"),
-        (("--gpus-per-node", "-1"), "--gpus-per-node -1: expected 0 to 1024"),
-        (("--nodes", "0"), "--nodes 0: expected 1 to 100000"),
-        (("--nodes", "100000000"), "--nodes 100000000: expected 1 to"),
-        (("--cpus-per-node", "0"), "--cpus-per-node 0: expected 1 to"),
-        (("--memory-gib", "-1"), "--memory-gib -1: expected 1 to"),
-        (("--address", "x"), "--address is not an option of --to kuberay"),
-        (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--volume", "runs"), "--volume runs: expected CLAIM:/path"),
+    (("--volume", "claim:/data/../etc"), "expected CLAIM:/path"),
+    (("--volume", "claim:/da\nta"), "expected CLAIM:/path"),
+    (("--volume", "Claim!:/data"), "expected CLAIM:/path"),
+    (("--volume", "claim://"), "expected CLAIM:/path"),
+    (("--volume", "claim:/etc/./"), "hide files of /etc, which the pods need"),
+    (("--volume", "claim:/opt"), "hide files of /opt/grpo-dist"),
+    (("--volume", "claim:/usr/local/runs"), "hide files of /usr"),
+    (("--volume", "claim:/var"), "hide files of /var/run"),
+    (("--volume", "claim:/dev/shm"), "hide files of /dev"),
+    (("--image", "a b\nkind: Pod"), "--image 'a b\\nkind: Pod': expected the name of an image"),
+    (("--namespace", "a b"), "--namespace 'a b': expected small letters"),
+    (("--secret", "hub:HF_TOKEN: x"), "--secret 'hub:HF_TOKEN: x': expected the name of a Secret"),
+    (("output_dir=/data/../etc",), "`output_dir` = /data/../etc contains `..`"),
+    (('output_dir="/data/a\\nb"',), "has a line break"),
+    (("rewards.functions=[{function: math, kwargs: {a: {api_key: k-1}}}]",), "looks like a secret"),
+    (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
+    (("output_dir=/elsewhere",), "`output_dir` = /elsewhere is not below /data"),
+    (("output_dir=runs",), "`output_dir` = runs is relative"),
+    (("code_paths=[.]",), "no code travels to a pod"),
+    (("--env", "PATH"), "--env PATH: its value would be in the manifest"),
+    (("--nodes", "1", "policy.num_workers=4", "rollout.num_workers=8"), "12 GPUs are needed"),
+    (("--gpus-per-node", "-1"), "--gpus-per-node -1: expected 0 to 1024"),
+    (("--nodes", "0"), "--nodes 0: expected 1 to 100000"),
+    (("--nodes", "100000000"), "--nodes 100000000: expected 1 to"),
+    (("--cpus-per-node", "0"), "--cpus-per-node 0: expected 1 to"),
+    (("--memory-gib", "-1"), "--memory-gib -1: expected 1 to"),
+    (("--address", "x"), "--address is not an option of --to kuberay"),
+    (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
+])  # fmt: skip
 def test_a_job_that_cannot_work_is_not_submitted(kube, tmp_path, capsys, arguments, words):
-    status, said = submit(capsys, tmp_path, *arguments)
-    assert status == 2 and words in said and "k-1" not in said
+    status, output = submit(capsys, tmp_path, *arguments)
+    assert status == 2 and words in output and "k-1" not in output
     assert not (kube / "calls").exists()
 
 
 def test_no_value_becomes_another_part_of_the_manifest(kube, tmp_path, capsys):
     broken = "x\n---\nkind: Pod\nmetadata: {name: 'a\"b'}\n"
-    given = (f"data.instruction={json.dumps(broken)}", f"--env=A={broken}")
-    config, rayjob = manifest(capsys, tmp_path, *given)
+    options = (f"data.instruction={json.dumps(broken)}", f"--env=A={broken}")
+    config, rayjob = manifest(capsys, tmp_path, *options)
     (container,) = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
     assert container["env"][2:] == [{"name": "A", "value": broken}]
     assert (config["kind"], rayjob["kind"]) == ("ConfigMap", "RayJob")
@@ -235,11 +229,11 @@ def test_no_value_becomes_another_part_of_the_manifest(kube, tmp_path, capsys):
     "value", ["y", "Y", "n", "N", "1e3", "1e-6", "1E5", "08", "0o17", "-.5e1", "+1", "7"]
 )
 def test_a_text_that_some_parsers_take_for_a_number_or_boolean_is_quoted(kube, tmp_path, capsys, value):
-    status, said = submit(capsys, tmp_path, "--dry-run", "--env", f"A={value}", "--secret", "hub:y")
-    assert status == 0, said
-    assert said.count(f'value: "{value}"\n') == 2  # in the head's pod and the workers'
-    assert said.count('name: "y"\n') == 2 and said.count('key: "y"\n') == 2
-    assert "replicas: 1\n" in said and "backoffLimit: 3\n" in said
+    status, output = submit(capsys, tmp_path, "--dry-run", "--env", f"A={value}", "--secret", "hub:y")
+    assert status == 0, output
+    assert output.count(f'value: "{value}"\n') == 2  # in the head's pod and the workers'
+    assert output.count('name: "y"\n') == 2 and output.count('key: "y"\n') == 2
+    assert "replicas: 1\n" in output and "backoffLimit: 3\n" in output
 
 
 def test_the_template_itself_is_a_valid_manifest():
@@ -260,36 +254,36 @@ def test_both_manifests_satisfy_the_published_schema(kube, tmp_path, capsys):
     published = v1["schema"]["openAPIV3Schema"]
     _, rendered = manifest(capsys, tmp_path, "--secret", "hub:HF_TOKEN", "--env", "A=b")
     _, template = yaml.safe_load_all((ROOT / "launch/rayjob.yaml").read_text())
-    validator = jsonschema.Draft202012Validator(strict(published))  # `validate` would check that, too
+    validator = jsonschema.Draft202012Validator(strict(published))  # `validate` would check the schema too
     for rayjob in (rendered, template):
         validator.validate(rayjob)
     assert not list(beyond(RAYJOB["properties"]["spec"], published["properties"]["spec"], "spec"))
 
 
 def strict(schema):
-    """Parse as the API server does: a missing key is an error, and some values are text or number."""
+    """Return the schema as the API server applies it: unknown keys are errors, some values text or number."""
     if isinstance(schema, list):
         return [strict(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: strict(inner) for key, inner in schema.items()}
+    result = {key: strict(inner) for key, inner in schema.items()}
     if schema.get("x-kubernetes-int-or-string"):
-        made = {"type": ["integer", "string"]}
+        result = {"type": ["integer", "string"]}
     if isinstance(schema.get("properties"), dict) and "type" in schema:
-        made.setdefault("additionalProperties", False)
-    return made
+        result.setdefault("additionalProperties", False)
+    return result
 
 
-def beyond(own, published, place):
+def beyond(ours, published, place):
     """Yield keys and types that this schema allows and the published one does not."""
-    if "type" in own and published.get("type", own["type"]) != own["type"]:
-        yield f"{place}: {own['type']} is {published['type']}"
-    for name, inner in own.get("properties", {}).items():
+    if "type" in ours and published.get("type", ours["type"]) != ours["type"]:
+        yield f"{place}: {ours['type']} is {published['type']}"
+    for name, inner in ours.get("properties", {}).items():
         if "properties" in published and name not in published["properties"]:
             yield f"{place}.{name}"
         else:
             yield from beyond(inner, published.get("properties", {}).get(name, {}), f"{place}.{name}")
-    if "items" in own:
-        yield from beyond(own["items"], published.get("items", {}), f"{place}[]")
-    if missing := set(published.get("required", ())) - set(own.get("required", ())):
+    if "items" in ours:
+        yield from beyond(ours["items"], published.get("items", {}), f"{place}[]")
+    if missing := set(published.get("required", ())) - set(ours.get("required", ())):
         yield f"{place}: {missing} must be there"

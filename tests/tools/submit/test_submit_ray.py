@@ -81,7 +81,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def outside(tmp_path_factory):
-    """Return exit status and output of a command in its own process."""
+    """Return a function that runs a command in a forked process, and returns exit status and output."""
     place, count, parents = tmp_path_factory.mktemp("outputs"), itertools.count(), []
 
     def run(*arguments, **environment):
@@ -90,10 +90,10 @@ def outside(tmp_path_factory):
             parents.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             )
-        said = place / str(next(count))
-        parents[0].stdin.write(json.dumps([[*map(str, arguments)], environment, str(said)]) + "\n")
+        output = place / str(next(count))
+        parents[0].stdin.write(json.dumps([[*map(str, arguments)], environment, str(output)]) + "\n")
         parents[0].stdin.flush()
-        return int(parents[0].stdout.readline()), said.read_text()
+        return int(parents[0].stdout.readline()), output.read_text()
 
     yield run
     for parent in parents:
@@ -109,16 +109,16 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
     with ray_head(project) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        own = environment | {"RAY_ADDRESS": environment["GCS_ADDRESS"]}
-        # The check gives Ray 25 s, and is repeated in a container.
-        wait_until(lambda: health(**own) == 0, "unhealthy")
-        status, said = outside(*submit)
-        assert status == 0, said
+        variables = environment | {"RAY_ADDRESS": environment["GCS_ADDRESS"]}
+        # The check waits 25 s for Ray; a container repeats it.
+        wait_until(lambda: health(**variables) == 0, "unhealthy")
+        status, output = outside(*submit)
+        assert status == 0, output
         job = json.loads((run / "submitted.json").read_text())["job"]
         assert job == f"{Job(load_config(path), path, ()).name}-1"
-        assert "of-mine-alone" not in said + (run / "submitted.json").read_text()
+        assert "of-mine-alone" not in output + (run / "submitted.json").read_text()
 
-        printed = driver_said(run, outside)
+        printed = driver_report(run, outside)
         # The uploaded code, not the installed one.
         assert Path(printed["code"]).is_relative_to(printed["here"])
         assert (printed["steps"], printed["run"]) == (2, str(project / "runs"))
@@ -126,12 +126,12 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         assert printed["files"] == ["driver.py"]
         assert "RUNNING" in outside("status", run)[1]
 
-        status, said = outside(*submit)
+        status, output = outside(*submit)
         assert status == 2
-        assert f"its job {job} is RUNNING; end it with `grpo-dist stop {run}`" in said
+        assert f"its job {job} is RUNNING; end it with `grpo-dist stop {run}`" in output
 
         assert outside("stop", run)[0] == 0
-        # Ends with the job, which had time to save its checkpoint.
+        # It ends with the job, which had time to save its checkpoint.
         assert "checkpoint saved" in outside("logs", "--follow", run)[1]
         wait_until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
         assert "is over: STOPPED" in outside("stop", run)[1]
@@ -139,45 +139,45 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         (run / "submitted.json").unlink()  # as on another machine
         assert outside(*submit)[0] == 0
         assert json.loads((run / "submitted.json").read_text())["job"] == f"{job[:-2]}-2"
-        assert driver_said(run, outside)["run"] == printed["run"]
+        assert driver_report(run, outside)["run"] == printed["run"]
         outside("stop", run)
         outside("logs", "--follow", run)
         wait_until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
 
-        status, said = outside("status", run, RAY_AUTH_TOKEN="0" * 32)
-        assert status == 2 and "token" in said.lower()
+        status, output = outside("status", run, RAY_AUTH_TOKEN="0" * 32)
+        assert status == 2 and "token" in output.lower()
 
 
-def driver_said(run, outside):
-    """Wait for the driver by its mark, because every command imports Ray; return what it printed."""
+def driver_report(run, outside):
+    """Wait for the driver's mark, because every command imports Ray; return what the driver printed."""
     mark = run.parent / "begun"
     wait_until(mark.exists, lambda: str(outside("status", run)))
     mark.unlink()
-    said = wait_until(
-        lambda: "DRIVER " in (said := outside("logs", run)[1]) and said, "the driver's line is not in its log"
+    text = wait_until(
+        lambda: "DRIVER " in (log := outside("logs", run)[1]) and log, "the driver's line is not in its log"
     )
-    (line,) = [line for line in said.splitlines() if line.startswith("DRIVER ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("DRIVER ")]
     return json.loads(line.removeprefix("DRIVER "))
+
+
+def dry_run(capsys, directory, *arguments):
+    return command(capsys, "submit", config_in(directory), "--to", "ray", "--dry-run", *arguments)
 
 
 def test_a_dry_run_shows_the_request_and_no_secret(project, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "k-secret")
-    status, said = command(
-        capsys, "submit", config_in(project), "--to", "ray", "--dry-run", "--env", "WANDB_API_KEY",
-        "--env", "HF_HOME=/shared/hf", "steps=5", "checkpoint.grace_s=200",
-    )  # fmt: skip
-    assert status == 0 and "k-secret" not in said
-    request, config = said.split("\n# config.yaml\n")
-    shown = yaml.safe_load(request)
-    assert shown["runtime_env"]["env_vars"] == {
+    variables = ("--env", "WANDB_API_KEY", "--env", "HF_HOME=/shared/hf")
+    status, output = dry_run(capsys, project, *variables, "steps=5", "checkpoint.grace_s=200")
+    assert status == 0 and "k-secret" not in output
+    request, config = output.split("\n# config.yaml\n")
+    job = yaml.safe_load(request)
+    assert job["runtime_env"]["env_vars"] == {
         "WANDB_API_KEY": "***", "HF_HOME": "/shared/hf", "RAY_JOB_STOP_WAIT_TIME_S": "230",
     }  # fmt: skip
-    assert shown["entrypoint"] == "python -m grpo_dist.cli train config.yaml"
-    assert (shown["entrypoint_num_cpus"], shown["entrypoint_resources"]) == (
-        1,
-        {"node:__internal_head__": 0.001},
-    )
-    assert shown["metadata"]["run"] == str(project / "runs/tiny")
+    assert job["entrypoint"] == "python -m grpo_dist.cli train config.yaml"
+    assert job["entrypoint_num_cpus"] == 1
+    assert job["entrypoint_resources"] == {"node:__internal_head__": 0.001}
+    assert job["metadata"]["run"] == str(project / "runs/tiny")
     assert yaml.safe_load(config)["steps"] == 5
     assert not (project / "runs/tiny").exists()
 
@@ -188,9 +188,8 @@ def test_the_code_is_uploaded_and_loads_as_the_same_configuration(project):
     into = project / "carried"
     into.mkdir()
     carried = code.gather(config, into, ray_jobs.runtime_env()["excludes"])
-    assert {"grpo_dist/cli.py", "actors/transfer/vllm_plugin.py", "rewards/driver.py", "config.yaml"} <= set(
-        carried.files
-    )
+    expected = {"grpo_dist/cli.py", "actors/transfer/vllm_plugin.py", "rewards/driver.py", "config.yaml"}
+    assert expected <= set(carried.files)
     assert {Path(name).parts[0] for name in carried.files} == {
         "grpo_dist", "actors", "rewards", "config.yaml", f"grpo_dist-{__version__}.dist-info",
     }  # fmt: skip
@@ -207,25 +206,19 @@ def test_a_job_submitted_by_hand_uploads_all_code_and_no_outputs():
     root = Path(__file__).resolve().parents[3]
     stays = _get_excludes(root, ray_jobs.runtime_env()["excludes"])
     code_of_ours = [p for name in ("grpo_dist", "actors", "configs") for p in (root / name).rglob("*.*")]
-    not_code = {"__pycache__", "pictures"}  # the pictures of the guides are not needed by a run
+    not_code = {"__pycache__", "pictures"}  # a run does not need the pictures of the guides
     assert not [p for p in code_of_ours if p.is_file() and not not_code & set(p.parts) and stays(p)]
-    for left in (
-        "runs/demo/metrics.jsonl",
-        ".git/config",
-        ".venv/bin/python",
-        "data/train.txt",
-        "m/model.safetensors",
-    ):
-        assert stays(root / left)
+    outputs = ("runs/demo/metrics.jsonl", ".git/config", ".venv/bin/python", "data/train.txt")
+    for path in (*outputs, "m/model.safetensors"):
+        assert stays(root / path)
 
 
 def test_the_engines_find_the_plug_in_where_only_the_code_is(project):
     import tomllib
 
     root = Path(__file__).resolve().parents[3]
-    plugins = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"][
-        "vllm.general_plugins"
-    ]
+    project_table = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    plugins = project_table["entry-points"]["vllm.general_plugins"]
     group, *lines = code._METADATA["entry_points.txt"].splitlines()
     assert group == "[vllm.general_plugins]"
     assert dict(line.split(" = ") for line in lines) == plugins
@@ -234,11 +227,9 @@ def test_the_engines_find_the_plug_in_where_only_the_code_is(project):
 def test_an_upload_that_is_too_large_is_refused_before_it_starts(project, capsys):
     (project / "rewards/big.txt").write_bytes(b"")
     os.truncate(project / "rewards/big.txt", 101 * 2**20)
-    status, said = command(
-        capsys, "submit", config_in(project), "--to", "ray", "--dry-run", "code_paths=[rewards]"
-    )
+    status, output = dry_run(capsys, project, "code_paths=[rewards]")
     assert status == 2
-    assert "MiB would travel with the job" in said and "rewards/big.txt (101.0 MiB)" in said
+    assert "MiB would travel with the job" in output and "rewards/big.txt (101.0 MiB)" in output
 
 
 def test_neither_keys_nor_targets_of_outside_links_are_uploaded(project, capsys):
@@ -260,31 +251,29 @@ def test_neither_keys_nor_targets_of_outside_links_are_uploaded(project, capsys)
     config = load_config(config_in(project), ["code_paths=[rewards]"])
     (project / "carried").mkdir()
     carried = code.gather(config, project / "carried", ray_jobs.runtime_env()["excludes"])
-    own = {name for name in carried.files if name.startswith("rewards/")}
-    assert own == {"rewards/driver.py", "rewards/same.py", "rewards/credentials.py"}
+    reward_files = {name for name in carried.files if name.startswith("rewards/")}
+    assert reward_files == {"rewards/driver.py", "rewards/same.py", "rewards/credentials.py"}
     assert not [p for p in (project / "carried").rglob("*") if p.is_file() and b"SESAME" in p.read_bytes()]
-    arguments = ("--to", "ray", "--dry-run", "code_paths=[rewards]")
-    status, said = command(capsys, "submit", config_in(project), *arguments)
+    status, output = dry_run(capsys, project, "code_paths=[rewards]")
     assert status == 0
     for line in (
-        "id_rsa (its name is that of a key)", ".env (its name is that of a key)", "deploy (a private key)",
-        "out.py (a link that leads out of its directory)", "key.txt (its name is that of a key)",
+        "id_rsa (its name looks like a key)", ".env (its name looks like a key)", "deploy (a private key)",
+        "out.py (a link that leads out of its directory)", "key.txt (its name looks like a key)",
         "loop (a link to a directory that it is in)", "pipe (neither a file nor a directory)",
     ):  # fmt: skip
-        assert f"\n# left out: rewards/{line}\n" in said
-    yaml.safe_load(said.partition("\n# config.yaml\n")[0])
+        assert f"\n# left out: rewards/{line}\n" in output
+    yaml.safe_load(output.partition("\n# config.yaml\n")[0])
 
 
 def test_a_code_directory_that_links_outside_is_refused(project, capsys, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (project / "linked").symlink_to(other)
-    arguments = ("--to", "ray", "--dry-run", "code_paths=[linked]")
-    status, said = command(capsys, "submit", config_in(project), *arguments)
-    assert status == 2 and "linked is outside of the current directory" in said
+    status, output = dry_run(capsys, project, "code_paths=[linked]")
+    assert status == 2 and "linked is outside of the current directory" in output
 
 
 def test_a_code_directory_that_cannot_be_read_is_refused(project, capsys, monkeypatch):
-    """Its files would be missing on the cluster without a word."""
+    """Its files would silently be missing on the cluster."""
     (project / "rewards/closed").mkdir()
     scandir = os.scandir
 
@@ -294,9 +283,8 @@ def test_a_code_directory_that_cannot_be_read_is_refused(project, capsys, monkey
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    arguments = ("--to", "ray", "--dry-run", "code_paths=[rewards]")
-    status, said = command(capsys, "submit", config_in(project), *arguments)
-    assert status == 2 and "rewards/closed cannot be read (Permission denied)" in said
+    status, output = dry_run(capsys, project, "code_paths=[rewards]")
+    assert status == 2 and "rewards/closed cannot be read (Permission denied)" in output
 
 
 def test_by_hand_keys_are_not_uploaded_either():
@@ -304,60 +292,49 @@ def test_by_hand_keys_are_not_uploaded_either():
     assert [name for name in code.KEYS if name not in excludes and not name.startswith(".")] == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("output_dir=runs",), "`output_dir` = runs is relative"),
-        (("data.train.0.path=here.jsonl",), "`data.train.0.path` = here.jsonl is on this machine"),
-        (
-            ("distillation={coef: 0.5, teachers: [{name: t, model: rewards}]}",),
-            "`distillation.teachers.0.model` = rewards is on this machine",
-        ),
-        (
-            ("demonstrations={data: here.jsonl, coef: 0.1}",),
-            "`demonstrations.data.0.path` = here.jsonl is on this machine",
-        ),
-        (("environments.python=rewards",), "`environments.python` = rewards is on this machine"),
-        (("code_paths=[../elsewhere]",), "is outside of the current directory"),
-        (("code_paths=[nowhere]",), "nowhere: no such directory in "),
-        (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
-        (("steps=none",), "steps"),
-        (("rewards.functions=[{function: maths}]",), "rewards.functions: reward function 'maths': expected"),
-        (
-            ("algorithm.advantage=maxrl", "rewards.functions=[{function: cosine_length}]"),
-            "needs a reward of 0 and 1, but `cosine_length` has other values",
-        ),
-        (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: not set here"),
-        (("--env", "HF_TOKEN=hf_123"), "--env HF_TOKEN=***: looks like a secret"),
-        (("--driver-cpus", "nan"), "--driver-cpus nan: expected 0 to"),
-        (("--driver-cpus", "-1"), "--driver-cpus -1: expected 0 to"),
-        (("--driver-cpus", "inf"), "--driver-cpus inf: expected 0 to"),
-        (("--image", "x"), "--image is not an option of --to ray"),
-        ((), "no cluster; give --address http://HEAD:8265"),
-        (("--address", "10.0.0.1:6379"), "10.0.0.1:6379 is not the address of a job server"),
-        (("--address", "http://127.0.0.1:1"), "no Ray job server answers there"),
-        (
-            ('rewards.functions=[{function: math, kwargs: {api_key: "k-1"}}]',),
-            "`rewards.functions.0.kwargs.api_key` looks like a secret",
-        ),
-        (("rewards.functions=[{function: judge, kwargs: {extra_body: {key: k-1}}}]",), "looks like a secret"),
-        (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
-        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc contains `..`"),
-        (("--env", "BASIC_AUTH=k-1"), "--env BASIC_AUTH=***: looks like a secret"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("output_dir=runs",), "`output_dir` = runs is relative"),
+    (("data.train.0.path=here.jsonl",), "`data.train.0.path` = here.jsonl is on this machine"),
+    (("distillation={coef: 0.5, teachers: [{name: t, model: rewards}]}",),
+     "`distillation.teachers.0.model` = rewards is on this machine"),
+    (("demonstrations={data: here.jsonl, coef: 0.1}",),
+     "`demonstrations.data.0.path` = here.jsonl is on this machine"),
+    (("environments.python=rewards",), "`environments.python` = rewards is on this machine"),
+    (("code_paths=[../elsewhere]",), "is outside of the current directory"),
+    (("code_paths=[nowhere]",), "nowhere: no such directory in "),
+    (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
+    (("steps=none",), "steps"),
+    (("rewards.functions=[{function: maths}]",), "rewards.functions: reward function 'maths': expected"),
+    (("algorithm.advantage=maxrl", "rewards.functions=[{function: cosine_length}]"),
+     "needs a reward of 0 and 1, but `cosine_length` has other values"),
+    (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: not set here"),
+    (("--env", "HF_TOKEN=hf_123"), "--env HF_TOKEN=***: looks like a secret"),
+    (("--driver-cpus", "nan"), "--driver-cpus nan: expected 0 to"),
+    (("--driver-cpus", "-1"), "--driver-cpus -1: expected 0 to"),
+    (("--driver-cpus", "inf"), "--driver-cpus inf: expected 0 to"),
+    (("--image", "x"), "--image is not an option of --to ray"),
+    ((), "no cluster; give --address http://HEAD:8265"),
+    (("--address", "10.0.0.1:6379"), "10.0.0.1:6379 is not the address of a job server"),
+    (("--address", "http://127.0.0.1:1"), "no Ray job server answers there"),
+    (('rewards.functions=[{function: math, kwargs: {api_key: "k-1"}}]',),
+     "`rewards.functions.0.kwargs.api_key` looks like a secret"),
+    (("rewards.functions=[{function: judge, kwargs: {extra_body: {key: k-1}}}]",), "looks like a secret"),
+    (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
+    (("output_dir=/data/../etc",), "`output_dir` = /data/../etc contains `..`"),
+    (("--env", "BASIC_AUTH=k-1"), "--env BASIC_AUTH=***: looks like a secret"),
+])  # fmt: skip
 def test_a_submission_that_cannot_work_is_refused_in_one_message(project, capsys, arguments, words):
     (project / "here.jsonl").write_text('{"problem": "1", "answer": "1"}\n')
-    status, said = command(capsys, "submit", config_in(project), "--to", "ray", *arguments)
+    status, output = command(capsys, "submit", config_in(project), "--to", "ray", *arguments)
     assert status == 2
-    assert words in said and said.count("error:") == 1
-    assert "k-1" not in said and "hf_123" not in said
+    assert words in output and output.count("error:") == 1
+    assert "k-1" not in output and "hf_123" not in output
     assert not (project / "runs/tiny").exists()
 
 
 def test_status_accepts_a_run_directory_with_any_name(tmp_path, capsys):
-    status, said = command(capsys, "status", tmp_path / "\udcff")
-    assert status == 2 and "nothing was submitted for this run directory" in said
+    status, output = command(capsys, "status", tmp_path / "\udcff")
+    assert status == 2 and "nothing was submitted for this run directory" in output
 
 
 def test_a_job_is_submitted_again_while_the_agents_of_a_new_cluster_start(monkeypatch):
@@ -366,9 +343,9 @@ def test_a_job_is_submitted_again_while_the_agents_of_a_new_cluster_start(monkey
     waiting = RuntimeError("status code 500: No available agent to submit job, please try again later.")
     answers = [waiting, waiting, "tiny-1"]
     assert ray_jobs._submit(Mock(submit_job=Mock(side_effect=answers)), {"entrypoint": "true"}) == "tiny-1"
-    refused = Mock(submit_job=Mock(side_effect=[RuntimeError("status code 400"), "tiny-1"]))
+    client = Mock(submit_job=Mock(side_effect=[RuntimeError("status code 400"), "tiny-1"]))
     with pytest.raises(RuntimeError, match="400"):
-        ray_jobs._submit(refused, {})
+        ray_jobs._submit(client, {})
     monkeypatch.setattr(ray_jobs, "_DEADLINE_S", -1.0)
     with pytest.raises(RuntimeError, match="No available agent"):
         ray_jobs._submit(Mock(submit_job=Mock(side_effect=answers)), {})
@@ -377,8 +354,8 @@ def test_a_job_is_submitted_again_while_the_agents_of_a_new_cluster_start(monkey
 def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
     (project / "runs/tiny").mkdir()
     (project / "runs/tiny/DONE").write_text("2\n")
-    status, said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run")
-    assert status == 2 and "the run is complete (2 steps)" in said
+    status, output = dry_run(capsys, project)
+    assert status == 2 and "the run is complete (2 steps)" in output
 
 
 @pytest.mark.slow
@@ -387,11 +364,11 @@ def test_a_whole_run_trains_as_a_job(project, capsys, monkeypatch):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         run = project / "runs/tiny"
-        status, said = command(capsys, "submit", config_in(project), "--to", "ray")
-        assert status == 0, said
-        said = command(capsys, "logs", "--follow", run)[1]
-        wait_until(lambda: "SUCCEEDED" in command(capsys, "status", run)[1], said)
+        status, output = command(capsys, "submit", config_in(project), "--to", "ray")
+        assert status == 0, output
+        output = command(capsys, "logs", "--follow", run)[1]
+        wait_until(lambda: "SUCCEEDED" in command(capsys, "status", run)[1], output)
         assert (run / "DONE").read_text() == "2\n"
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
-        status, said = command(capsys, "submit", config_in(project), "--to", "ray")
-        assert status == 2 and "the run is complete" in said
+        status, output = command(capsys, "submit", config_in(project), "--to", "ray")
+        assert status == 2 and "the run is complete" in output

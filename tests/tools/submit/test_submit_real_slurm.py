@@ -1,5 +1,5 @@
 """Runs submitted to a real Slurm: its controller and two nodes on this machine, as Debian packages them
-(slurmctld, slurmd, slurm-client, munge). What happens to a job there must not change the numbers of a run.
+(slurmctld, slurmd, slurm-client, munge). No event of a job may change the numbers of a run.
 """
 
 import json
@@ -37,8 +37,8 @@ STEPS = 8
 SLOW = '{name: slow, function: "end_to_end_rewards:slow"}'
 CONFIG = BASE.replace("{function: math},", f"{{function: math}}, {SLOW},")
 NODES = ("n1", "n2")
-UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING", "SIGNALING", "REQUEUED")
-# One task plugin, no cgroups and no accounting: what a machine without systemd has.
+ACTIVE_STATES = ("PENDING", "RUNNING", "COMPLETING", "SIGNALING", "REQUEUED")
+# One task plugin, no cgroups and no accounting, as on a machine without systemd.
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -71,10 +71,10 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class Cluster:
-    """A controller and two nodes, whose programs this process reaches by SLURM_CONF."""
+    """A controller and two nodes; SLURM_CONF leads Slurm's programs to them."""
 
     def __init__(self):
-        self.place = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: it holds sockets
+        self.place = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short, because it holds sockets
         for name in ("state", "munge", *(f"spool-{node}" for node in NODES)):
             (self.place / name).mkdir(mode=0o700)
         self.conf = self.place / "slurm.conf"
@@ -92,34 +92,29 @@ class Cluster:
         munge = self.place / "munge"
         (munge / "key").write_bytes(secrets.token_bytes(1024))
         (munge / "key").chmod(0o400)
-        options = {
-            "key-file": "key",
-            "socket": "socket",
-            "log-file": "log",
-            "pid-file": "pid",
-            "seed-file": "seed",
-        }
-        self._start("munged", "--foreground", "--force", *(f"--{k}={munge / v}" for k, v in options.items()))
-        wait_until((munge / "socket").exists, self.said)
+        files = {"key-file": "key", "socket": "socket", "log-file": "log", "pid-file": "pid"}
+        options = [f"--{k}={munge / v}" for k, v in (files | {"seed-file": "seed"}).items()]
+        self._start("munged", "--foreground", "--force", *options)
+        wait_until((munge / "socket").exists, self.logs)
         self._start("slurmctld", "-D")
         for node in NODES:
             self.start_node(node)
         up = ("sinfo", "--noheader", "--format=%D %t")
-        wait_until(lambda: self.ask(*up).split() == ["2", "idle"], self.said)
+        wait_until(lambda: self.ask(*up).split() == ["2", "idle"], self.logs)
 
     def start_node(self, node):
         self._start("slurmd", "-D", "-N", node, name=node)
 
     def lose_node(self, node):
-        """Kill the node's daemon and everything that runs there at once, as a power cut does."""
+        """Kill the node's daemon and all its processes at once, like a power cut."""
         lost = [self.daemons.pop(node), *self.processes_of(node)]
-        for act in (psutil.Process.suspend, psutil.Process.kill):  # so that none reports another's end
+        for act in (psutil.Process.suspend, psutil.Process.kill):  # none reports another's end
             for process in lost:
                 with suppress(psutil.NoSuchProcess):
                     act(process)
 
     def processes_of(self, node):
-        """Return the processes of jobs on ``node``, and those of Slurm that watch them."""
+        """Return the processes of jobs on ``node``, and Slurm's processes that watch them."""
         processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -139,11 +134,11 @@ class Cluster:
         return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
 
     def job(self, number):
-        """Return the fields of a job as the controller has them."""
+        """Return the controller's fields of a job."""
         words = self.ask("scontrol", "show", "job", "--oneliner", number).split()
         return dict(word.partition("=")[::2] for word in words)
 
-    def said(self):
+    def logs(self):
         return "\n".join(f"{p.name}: {p.read_text()[-2000:]}" for p in self.place.glob("*.out"))
 
     def end(self):
@@ -173,15 +168,15 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster():
     with pytest.MonkeyPatch.context() as patch:
-        made = Cluster()
-        patch.setenv("SLURM_CONF", str(made.conf))
+        slurm = Cluster()
+        patch.setenv("SLURM_CONF", str(slurm.conf))
         patch.setenv("PATH", f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin")
         patch.setenv("PYTHONPATH", str(ROOT))
         try:
-            made.start()
-            yield made
+            slurm.start()
+            yield slurm
         finally:
-            made.end()
+            slurm.end()
 
 
 @pytest.fixture
@@ -203,14 +198,14 @@ def submit(directory, *arguments, name="run", steps=STEPS, nodes=2):
 
 @pytest.fixture
 def full(cluster):
-    """Have both nodes taken by another job."""
+    """Occupy both nodes with another job."""
     number = cluster.ask(
         "sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 10000"
     ).strip()
-    wait_until(lambda: cluster.job(number)["JobState"] == "RUNNING", cluster.said)
+    wait_until(lambda: cluster.job(number)["JobState"] == "RUNNING", cluster.logs)
     yield
     cluster.ask("scancel", number)
-    wait_until(lambda: cluster.job(number)["JobState"] == "CANCELLED", cluster.said)
+    wait_until(lambda: cluster.job(number)["JobState"] == "CANCELLED", cluster.logs)
 
 
 def log(directory, number):
@@ -218,14 +213,14 @@ def log(directory, number):
 
 
 def wait_until_job(cluster, directory, number, reached, *ends):
-    """Wait for ``reached(job)``; a job that ends in another state than ``ends`` fails at once."""
+    """Wait for ``reached(job)``; fail at once if the job ends in a state outside ``ends``."""
 
     def look():
         job = cluster.job(number)
-        assert job["JobState"] in (*ends, *UNDER_WAY), (job, log(directory, number))
+        assert job["JobState"] in (*ends, *ACTIVE_STATES), (job, log(directory, number))
         return reached(job)
 
-    wait_until(look, lambda: f"{cluster.job(number)}\n{log(directory, number)}\n{cluster.said()}")
+    wait_until(look, lambda: f"{cluster.job(number)}\n{log(directory, number)}\n{cluster.logs()}")
     return cluster.job(number)
 
 
@@ -239,14 +234,14 @@ def wait_for_checkpoint(cluster, directory, number, step):
 
 
 def assert_same_numbers(directory, usual):
-    """Assert equal metrics of all steps, apart from clocks and counts of replaced workers."""
+    """Assert that all steps have equal metrics, apart from clocks and counts of replaced workers."""
     assert [line["step"] for line in metrics(directory)] == [line["step"] for line in metrics(usual)]
     assert difference(metrics(directory), metrics(usual)) is None
 
 
 @pytest.fixture(scope="module")
 def usual(cluster, tmp_path_factory):
-    """Return the metrics of a run that nothing happened to, and its job."""
+    """Return the directory and the job of a run without disturbance."""
     directory = tmp_path_factory.mktemp("usual")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
@@ -258,12 +253,12 @@ def usual(cluster, tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_on_two_nodes_goes_to_its_end(usual, capsys):
     directory, number = usual
-    said = log(directory, number)
-    assert "2 of 2 nodes have joined" in said and "the run ended with exit code 0" in said
+    output = log(directory, number)
+    assert "2 of 2 nodes have joined" in output and "the run ended with exit code 0" in output
     assert [line["step"] for line in metrics(directory)] == list(range(STEPS + 1))
     code, status = command(capsys, "status", directory / "runs/run")
     assert code == 0 and "COMPLETED" in status, status
-    assert said in command(capsys, "logs", directory / "runs/run")[1]
+    assert output in command(capsys, "logs", directory / "runs/run")[1]
 
 
 @pytest.mark.slow
@@ -286,7 +281,7 @@ def test_a_stopped_run_saves_its_step_and_another_job_continues_it(usual, cluste
 def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(usual, cluster, place, capsys):
     number = submit(place)
     wait_for_checkpoint(cluster, place, number, 2)
-    # The signal is due 180 s before the limit, which is now less than that away.
+    # The signal is due 180 s before the limit, and the new limit is closer than that.
     elapsed = cluster.job(number)["RunTime"].split(":")
     minutes = int(elapsed[0]) * 60 + int(elapsed[1]) + 2
     cluster.ask("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
@@ -300,7 +295,7 @@ def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(usual, cluste
 @pytest.mark.slow
 @pytest.mark.parametrize("node", NODES)
 def test_a_node_that_is_lost_requeues_the_job_and_changes_no_number(usual, cluster, place, node):
-    """The first node has Ray's head and the driver, the second engines or ranks."""
+    """The first node has Ray's head and the driver, the second node engines or ranks."""
     number = submit(place)
     wait_for_checkpoint(cluster, place, number, 2)
     cluster.lose_node(node)
@@ -336,8 +331,7 @@ def test_runs_with_own_names_share_the_nodes_and_one_begins_with_the_model_of_an
     for number in (first, beside, second):
         wait_for(cluster, place, number, "COMPLETED")
     assert cluster.job(first)["NodeList"] != cluster.job(beside)["NodeList"]
-    start, end = cluster.job(second)["StartTime"], cluster.job(first)["EndTime"]
-    assert start >= end
+    assert cluster.job(second)["StartTime"] >= cluster.job(first)["EndTime"]
     assert len(metrics(place, "second")) == 2 and metrics(place, "first") != metrics(place, "beside")
 
 
@@ -345,10 +339,10 @@ def test_a_job_that_waits_is_shown_and_refused_a_twin_and_cancelled_by_stop(clus
     number = submit(place)
     wait_until(lambda: cluster.job(number)["Reason"] != "None", "the job does not wait")
     assert "PENDING" in command(capsys, "status", place / "runs/run")[1]
-    code, said = command(
+    code, output = command(
         capsys, "submit", place / "tiny.yaml", "--to", "slurm", "--gpus-per-node", "0", "--nodes", "2"
     )
-    assert code == 2 and f"its job {number} is pending or running; end it with" in said
+    assert code == 2 and f"its job {number} is pending or running; end it with" in output
     assert command(capsys, "stop", place / "runs/run")[0] == 0
     wait_for(cluster, place, number, "CANCELLED")
     assert log(place, number) == ""
@@ -358,7 +352,8 @@ def test_a_job_after_one_that_is_cancelled_never_begins(cluster, full, place, ca
     first = submit(place, name="first")
     second = submit(place, "--after", "runs/first", name="second")
     wait_until(lambda: cluster.job(second)["Reason"] == "Dependency", "the job does not wait for the first")
-    assert "PENDING" in (said := command(capsys, "status", place / "runs/second")[1]) and "Dependency" in said
+    status = command(capsys, "status", place / "runs/second")[1]
+    assert "PENDING" in status and "Dependency" in status
     cluster.ask("scancel", first)
     wait_for(cluster, place, second, "CANCELLED")
     assert log(place, second) == ""

@@ -1,4 +1,4 @@
-"""What stands on this project's side of a recorded case."""
+"""This project's side of a recorded case."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from typing import Any
 class Difference:
     """A case whose numbers are not ours, on purpose.
 
-    ``peers``: the peer's numbers, from our functions with the one change that ``reason`` names.
-    ``ours``: our numbers, from the definition written out, or with the part left out that differs.
+    ``peers``: computes the peer's numbers, with our functions and the one change that ``reason`` names.
+    ``ours``: computes our numbers from the written-out definition, or without the part that differs.
     """
 
     reason: str
@@ -20,16 +20,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """``section``: of `algorithm` in our configuration. ``how``: further arguments of the computation."""
+    """``section``: our `algorithm` section. ``how``: further arguments of the computation."""
 
     section: dict = field(default_factory=dict)
     how: dict = field(default_factory=dict)
     differs: Difference | None = None
-    tolerance: float | None = None  # relative; None: that of the case's type
+    tolerance: float | None = None  # relative; None: the default of the case's type
 
 
 @dataclass(frozen=True)
 class NoCounterpart:
-    """Our maths has nothing that computes it; ``reason`` says what it would take."""
+    """A case that our maths cannot compute; ``reason`` says what it would take."""
 
     reason: str

@@ -1,4 +1,4 @@
-"""Settings of Dr. GRPO's own code, and ours."""
+"""Settings of Dr. GRPO's code, and ours."""
 
 from tests.algorithms.peers.counterparts import of_losses
 from tests.algorithms.peers.counterparts.base import Counterpart
@@ -7,12 +7,8 @@ MODES = {"drgrpo": "seq-mean-token-sum-norm", "grpo": "seq-mean-token-mean"}
 STD = {"drgrpo": "none", "grpo": "group"}
 
 
-def counterpart(case):
-    return globals()[f"_{case.kind}"](case, case.settings)
-
-
 def _loss(case, settings):
-    """Its advantages are of its own making."""
+    """The loss function computes its advantages itself."""
     clip = settings.get("cliprange", 0.2)
     section = {
         "loss": "ppo_clip", "clip_low": clip, "clip_high": clip,
@@ -25,15 +21,14 @@ def _loss(case, settings):
     if "beta" in settings:
         section["kl"] = {"coef": settings["beta"], "estimator": "k3"}
     how = {"max_tokens": settings["generate_max_length"]}
-    own = Counterpart(section, how | {"estimated": {"std": STD[settings["critic_type"]], "eps": 1e-8}})
-    return of_losses.value_of_logprob(case, own) if "reinforce_update" in settings else own
+    setup = Counterpart(section, how | {"estimated": {"std": STD[settings["critic_type"]], "eps": 1e-8}})
+    return of_losses.value_of_logprob(case, setup) if "reinforce_update" in settings else setup
 
 
 def _advantages(case, settings):
     std = STD[settings["critic_type"]]
-    return Counterpart(
-        {"advantage": "grpo", "std": std, "eps": 1e-8}, {"estimate": {"std": std, "eps": 1e-8}}
-    )
+    how = {"std": std, "eps": 1e-8}
+    return Counterpart({"advantage": "grpo", **how}, {"estimate": how})
 
 
 def _whiten(case, settings):

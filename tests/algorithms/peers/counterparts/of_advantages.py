@@ -1,4 +1,4 @@
-"""Why some advantages, KL values and masks of peers are not ours, and the one change that gives theirs."""
+"""Why some advantages, KL values and masks of peers differ, and the one change that gives their numbers."""
 
 import math
 
@@ -15,62 +15,62 @@ from tests.algorithms.peers.counterparts.of_losses import differing
 
 
 def _alone(x):
-    return torch.tensor([int((x["groups"] == own).sum()) == 1 for own in x["groups"]])
+    return torch.tensor([int((x["groups"] == group).sum()) == 1 for group in x["groups"]])
 
 
 def _spread(values, mask):
     return torch.where(mask, values[:, None], 0.0)
 
 
-def group_of_one(case, own, *, scale=1.0):
-    """``scale``: of the reward that such a sample has as its advantage."""
+def group_of_one(case, setup, *, scale=1.0):
+    """``scale``: factor of the reward that a sample without siblings has as its advantage."""
 
     def whitens():
-        return own.section["advantage"] == "reinforce_pp_baseline"
+        return setup.section["advantage"] == "reinforce_pp_baseline"
 
-    def peers(case, own):
+    def peers():
         x = case.tensors()
-        centred = ours.estimate(x, own.section["advantage"], **own.how.get("estimate", {}))
-        found = _spread(torch.where(_alone(x), x["rewards"] * scale, centred), x["mask"])
-        return {"advantages": whiten(found, x["mask"]) if whitens() else found}
+        centred = ours.estimate(x, setup.section["advantage"], **setup.how.get("estimate", {}))
+        values = _spread(torch.where(_alone(x), x["rewards"] * scale, centred), x["mask"])
+        return {"advantages": whiten(values, x["mask"]) if whitens() else values}
 
-    def mine(case, own):
+    def mine():
         x = case.tensors()
         if whitens():
             return {"advantages": whiten(_spread(_centred(x), x["mask"]), x["mask"])}
-        found = case.numbers()["advantages"]
-        return {"advantages": torch.where(_alone(x)[:, None], 0.0, found)}
+        values = case.numbers()["advantages"]
+        return {"advantages": torch.where(_alone(x)[:, None], 0.0, values)}
 
-    return differing(case, own, "a sample without siblings has its reward as advantage, here 0", peers, mine)
+    return differing(setup, "a sample without siblings has its reward as advantage, here 0", peers, mine)
 
 
 def _centred(x):
     """Return r - mean of the group, by hand."""
-    own = [x["rewards"][x["groups"] == group].mean() for group in x["groups"]]
-    return x["rewards"] - torch.stack(own)
+    means = [x["rewards"][x["groups"] == group].mean() for group in x["groups"]]
+    return x["rewards"] - torch.stack(means)
 
 
-def float32_statistics(case, own):
-    def peers(case, own):
-        x, found = case.tensors(), []
+def float32_statistics(case, setup):
+    def peers():
+        x, values = case.tensors(), []
         for group in x["groups"].unique():
             rewards = x["rewards"][x["groups"] == group].numpy()
             mean, std = np.float32(rewards.mean()), np.float32(rewards.std(ddof=1))
-            found.append((rewards - mean.item()) / (std.item() + 1e-6))
-        return {"advantages": _spread(torch.from_numpy(np.concatenate(found)), x["mask"])}
+            values.append((rewards - mean.item()) / (std.item() + 1e-6))
+        return {"advantages": _spread(torch.from_numpy(np.concatenate(values)), x["mask"])}
 
-    def mine(case, own):
+    def mine():
         x = case.tensors()
         same = torch.tensor([len(set(x["rewards"][x["groups"] == g].tolist())) == 1 for g in x["groups"]])
         return {"advantages": torch.where(same[:, None], 0.0, case.numbers()["advantages"])}
 
     return differing(
-        case, own, "rounds the group's mean to float32, which gives equal rewards an advantage", peers, mine
+        setup, "rounds the group's mean to float32, which gives equal rewards an advantage", peers, mine
     )
 
 
-def counts_nonzero(case, own):
-    def scaled(case, count):
+def counts_nonzero(case, setup):
+    def scaled(count):
         x = case.tensors()
         centred = ours.estimate(x, "dr_grpo")
         if count == "nonzero":
@@ -79,20 +79,20 @@ def counts_nonzero(case, own):
         if count != "nonzero":
             groups = x["groups"].tolist()
             spread = [
-                len({float(x["rewards"][j]) for j, g in enumerate(groups) if g == own}) > 1 for own in groups
+                len({float(x["rewards"][j]) for j, h in enumerate(groups) if h == g}) > 1 for g in groups
             ]
             trained = sum(spread)
         return {"advantages": _spread(centred * len(centred) / trained, x["mask"])}
 
     return differing(
-        case, own, "divides by the samples whose reward is not 0, ours by those in groups with a spread",
-        lambda case, own: scaled(case, "nonzero"), lambda case, own: scaled(case, "spread"),
+        setup, "divides by the samples whose reward is not 0, ours by those in groups with a spread",
+        lambda: scaled("nonzero"), lambda: scaled("spread"),
     )  # fmt: skip
 
 
-def clamped_kl(case, own, *, low=None):
-    """``low``: of the value, for peers that hold every estimator on both sides."""
-    name = own.section["kl"]["estimator"]
+def clamped_kl(case, setup, *, low=None):
+    """``low``: lower bound, for peers that clamp every estimator on both sides."""
+    name = setup.section["kl"]["estimator"]
 
     def exact(x):
         d = x["now"] - x["reference"]
@@ -100,21 +100,21 @@ def clamped_kl(case, own, *, low=None):
         slopes = {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp(), "k3+": d}
         return values.get(name, (-d).exp() - 1 + d), slopes[name]
 
-    def peers(case, own):
-        found, x = run(case, own.section, own.how), case.tensors()
-        inside = (found["value"] <= 10) & (found["value"] >= (-math.inf if low is None else low))
+    def peers():
+        result, x = run(case, setup.section, setup.how), case.tensors()
+        inside = (result["value"] <= 10) & (result["value"] >= (-math.inf if low is None else low))
         if name == "k3+":
             inside = torch.ones_like(inside)
         elif low is None or name == "k3":
             inside &= (x["now"] - x["reference"]).abs() < 20
-        grad = torch.where(inside, found["grad"], 0.0)
-        return {"value": found["value"].clamp(low, 10), "grad": grad}
+        grad = torch.where(inside, result["grad"], 0.0)
+        return {"value": result["value"].clamp(low, 10), "grad": grad}
 
-    def mine(case, own):
+    def mine():
         value, slope = exact(case.tensors())
         return {"value": value, "grad": slope}
 
-    return differing(case, own, "holds the KL of a token within 10", peers, mine)
+    return differing(setup, "clamps the KL of a token at 10", peers, mine)
 
 
 def _population(x, values):
@@ -122,14 +122,14 @@ def _population(x, values):
     return values * math.sqrt(n / (n - 1))
 
 
-def _by_hand(case, own, *, every_place=False, largest=None, clip_after=None, clip_before=None, centres=None):
-    """Return advantages of tokens with the reward on the last token, summed up from each token on.
+def _by_hand(case, setup, *, every_place=False, max_kl=None, clip_after=None, clip_before=None, centres=None):
+    """Return token advantages: the reward-to-go with the reward on the last token.
 
-    ``every_place``: given tokens are steps of time, too. ``largest``: of a token's KL. ``clip_after``,
-    ``clip_before``: of the reward, on which side of the estimator. ``centres``: how tokens are whitened;
-    None: as our section says.
+    ``every_place``: observed tokens are steps of time, too. ``max_kl``: bound of a token's KL.
+    ``clip_before``, ``clip_after``: reward clip before or after the estimator. ``centres``: how tokens are
+    whitened; None: as our section says.
     """
-    x, section = case.tensors(), own.section
+    x, section = case.tensors(), setup.section
     mask, rewards = x["mask"], x["rewards"]
     if clip_before is not None:
         x["rewards"] = rewards.clamp(-clip_before, clip_before)
@@ -141,63 +141,59 @@ def _by_hand(case, own, *, every_place=False, largest=None, clip_after=None, cli
     at_end[torch.arange(len(mask)), last] = of_samples
     if "kl" in section:
         kl = KL_ESTIMATORS[section["kl"]["estimator"]](x["engine"], x["reference"])
-        kl = kl.clamp(max=math.inf if largest is None else largest)
+        kl = kl.clamp(max=math.inf if max_kl is None else max_kl)
         at_end = at_end - section["kl"]["coef"] * torch.where(mask, kl, 0.0)
     steps = torch.ones_like(mask) if every_place else mask
-    found = torch.where(mask, discounted_to_go(at_end, steps, section.get("gamma", 1.0)), 0.0)
-    kept = found[mask]
-    centred = torch.where(mask, found - kept.mean(), 0.0)
+    returns = torch.where(mask, discounted_to_go(at_end, steps, section.get("gamma", 1.0)), 0.0)
+    kept = returns[mask]
+    centred = torch.where(mask, returns - kept.mean(), 0.0)
     if centres is None:
         centres = "sample" if ours.configured(section).advantage.whiten else "not"
     by = {"sample": kept.std(), "population": kept.std(correction=0), "mean": 1.0}
-    return {"advantages": found if centres == "not" else centred / by[centres]}
+    return {"advantages": returns if centres == "not" else centred / by[centres]}
 
 
-def by_hand(case, own, reason, **change):
-    """``centres`` alone: peers differ in the deviation."""
+def by_hand(case, setup, reason, **change):
+    """``change``: what the peer does; our clip is before the estimator, our whitening as in the section."""
     same = {"clip_before": change["clip_after"]} if "clip_after" in change else {}
     return differing(
-        case,
-        own,
-        reason,
-        lambda case, own: _by_hand(case, own, **change),
-        lambda case, own: _by_hand(case, own, **same),
+        setup, reason, lambda: _by_hand(case, setup, **change), lambda: _by_hand(case, setup, **same)
     )
 
 
-def _token_baseline(case, own, *, every_place):
-    """Return r - sum(r W) / sum(W) token by token. ``every_place``: given tokens are steps of time, too."""
+def _token_baseline(case, setup, *, every_place):
+    """Return r - sum(r W) / sum(W) per token. ``every_place``: observed tokens are steps of time, too."""
     x = case.tensors()
     out, mask = torch.zeros_like(x["now"]), x["mask"].tolist()
     for group in x["groups"].unique():
-        at = {}  # of each row: its reward and W by step of time
+        steps_of = {}  # row: {step of time: (W, position)}
         for i in (x["groups"] == group).nonzero()[:, 0].tolist():
-            places, energy, found = [t for t, kept in enumerate(mask[i]) if kept], 0.0, {}
+            places, energy, steps = [t for t, kept in enumerate(mask[i]) if kept], 0.0, {}
             for number, t in enumerate(places):
                 p = math.exp(x["old"][i, t])
                 energy += 1 - 2 * p + p * p
-                found[t if every_place else number] = (energy, t)
-            at[i] = found
-        *_, second, longest = sorted(len(found) for found in at.values())
-        for i, found in at.items():
-            for step, (_, t) in found.items():
-                there = [(float(x["rewards"][j]), own[step][0]) for j, own in at.items() if step in own]
+                steps[t if every_place else number] = (energy, t)
+            steps_of[i] = steps
+        *_, second, longest = sorted(len(steps) for steps in steps_of.values())
+        for i, steps in steps_of.items():
+            for step, (_, t) in steps.items():
+                there = [(float(x["rewards"][j]), s[step][0]) for j, s in steps_of.items() if step in s]
                 mean = sum(r * w for r, w in there) / sum(w for _, w in there)
-                has_none = len(found) == longest > second and step >= second
+                has_none = len(steps) == longest > second and step >= second
                 out[i, t] = x["rewards"][i] - (0.0 if has_none else mean)
     return {"advantages": out}
 
 
-def token_baseline_by_place(case, own):
+def token_baseline_by_place(case, setup):
     return differing(
-        case, own, "counts given tokens as steps of time",
-        lambda case, own: _token_baseline(case, own, every_place=True),
-        lambda case, own: _token_baseline(case, own, every_place=False),
+        setup, "counts observed tokens as steps of time",
+        lambda: _token_baseline(case, setup, every_place=True),
+        lambda: _token_baseline(case, setup, every_place=False),
     )  # fmt: skip
 
 
-def signed_differences(case, own):
-    (rule,) = own.section["correction"]["reject"]
+def signed_differences(case, setup):
+    (rule,) = setup.section["correction"]["reject"]
     scope, limit = rule["rule"].removesuffix("_tv"), rule["high"]
 
     def over(values, mask):
@@ -206,12 +202,12 @@ def signed_differences(case, own):
             return segment_mean(values, mask)
         return sequence_mean(values, mask) if scope == "seq_mean" else values.sum(dim=1, keepdim=True)
 
-    def within(case, magnitude):
+    def within(magnitude):
         x = case.tensors()
         moved = x["old"].exp() - x["engine"].exp()
         return {"kept": x["mask"] & (over(moved.abs() if magnitude else moved, x["mask"]).abs() <= limit)}
 
     return differing(
-        case, own, "adds up signed differences of probabilities, which cancel; ours are total variations",
-        lambda case, own: within(case, False), lambda case, own: within(case, True),
+        setup, "adds up signed differences of probabilities, which cancel; ours are total variations",
+        lambda: within(False), lambda: within(True),
     )  # fmt: skip

@@ -13,10 +13,6 @@ ESTIMATORS = {
 }  # fmt: skip
 
 
-def counterpart(case):
-    return globals()[f"_{case.kind}"](case, case.settings)
-
-
 def _mode(settings):
     by_token = settings.get("token_level_loss", True) and settings.get("policy_loss_type") != "gspo"
     return "token-mean" if by_token else "seq-mean-token-mean"
@@ -40,12 +36,12 @@ def _loss(case, settings):
     how = {}
     if "batch_num_tokens" in settings:
         how = {"num_tokens": settings["batch_num_tokens"], "num_sequences": settings["global_batch_size"]}
-    own = Counterpart(section, how)
+    setup = Counterpart(section, how)
     if settings.get("policy_loss_type") == "gspo" and case.input != "plain":
-        return of_losses.sequence_gradient(case, own)
+        return of_losses.sequence_gradient(case, setup)
     if case.call == "training_step" and not settings["token_level_loss"]:
-        return of_losses.terms_over_tokens(case, own)
-    return own
+        return of_losses.terms_over_tokens(case, setup)
+    return setup
 
 
 def _advantages(case, settings):
@@ -61,21 +57,21 @@ def _advantages(case, settings):
     if "clip_range" in settings:
         section["reward_clip"] = settings["clip_range"][1]
         how = {}
-    own, whitens = Counterpart(section, how), section["advantage"].startswith("reinforce")
+    setup, whitens = Counterpart(section, how), section["advantage"].startswith("reinforce")
     change = {"centres": "mean" if settings.get("no_std_norm") else "population"} if whitens else {}
     reason = "divides by the population deviation" if whitens else ""
     if settings.get("no_std_norm"):
         reason = "only subtracts the mean over tokens"
     if settings.get("gamma") and case.input == "holes":
-        change, reason = change | {"every_place": True}, "counts given tokens as steps of time"
+        change, reason = change | {"every_place": True}, "counts observed tokens as steps of time"
     if "clip_range" in settings:
         change, reason = change | {"clip_after": 1.0}, "clips what the estimator gives, not the reward"
-    return of_advantages.by_hand(case, own, reason, **change) if change else own
+    return of_advantages.by_hand(case, setup, reason, **change) if change else setup
 
 
 def _kl(case, settings):
-    own = Counterpart({"kl": {"estimator": settings["kl_estimator"]}})
-    return of_advantages.clamped_kl(case, own, low=-10) if case.input == "extreme" else own
+    setup = Counterpart({"kl": {"estimator": settings["kl_estimator"]}})
+    return of_advantages.clamped_kl(case, setup, low=-10) if case.input == "extreme" else setup
 
 
 def _aggregation(case, settings):
@@ -83,8 +79,8 @@ def _aggregation(case, settings):
 
 
 def _kl_control(case, settings):
-    own = {"start": settings["kl_coef"], "target": settings["target_kl"], "observed": settings["kl"]}
-    return Counterpart(how=own | {"gain": settings["n_steps"] / settings["horizon"]})
+    how = {"start": settings["kl_coef"], "target": settings["target_kl"], "observed": settings["kl"]}
+    return Counterpart(how=how | {"gain": settings["n_steps"] / settings["horizon"]})
 
 
 def _overlong(case, settings):

@@ -6,10 +6,6 @@ from tests.algorithms.peers.counterparts.base import Counterpart
 KL = {"kl": "k1", "mse": "k2"}
 
 
-def counterpart(case):
-    return globals()[f"_{case.kind}"](case, case.settings)
-
-
 def _loss(case, settings):
     section = _policy_loss(case.call, settings)
     section["aggregation"] = settings.get("loss_agg_mode", "seq-mean-token-mean")
@@ -20,12 +16,12 @@ def _loss(case, settings):
         section["correction"] = _correction(settings)
     if "filters" in settings:
         section["correction"] = {"kind": "none", "reject": _rules(settings)}
-    own = Counterpart(section)
+    setup = Counterpart(section)
     if settings.get("length_loss_weight"):
         section["length_weights"] = True
-        own = Counterpart(section, tolerance=1e-6)  # its weights are float32
+        setup = Counterpart(section, tolerance=1e-6)  # its weights are float32
     differs = _difference(case, settings, section["aggregation"])
-    return differs(case, own) if differs else own
+    return differs(case, setup) if differs else setup
 
 
 def _difference(case, settings, mode):
@@ -71,8 +67,8 @@ def _policy_loss(call, settings):
 
 
 def _correction(settings):
-    own = settings["is_weight"]
-    return {"kind": "tis", "level": own["weight_type"], "high": own["upper_bound"]}
+    weight = settings["is_weight"]
+    return {"kind": "tis", "level": weight["weight_type"], "high": weight["upper_bound"]}
 
 
 def _weights(case, settings):
@@ -85,24 +81,24 @@ RULES = {
 
 
 def _rules(settings):
-    found = []
-    for own in settings["filters"]:
-        scope = RULES[own.get("agg_type", "token")]
-        if own.get("ratio_enabled", True):
-            low, high = own.get("ratio_low", 0.8), own.get("ratio_high", 1.2)
-            found.append({"rule": f"{scope}_k1", "low": low, "high": high})
-        if own.get("diff_enabled"):
-            found.append({"rule": f"{scope}_tv", "high": own["diff_high"]})
-    return found
+    rules = []
+    for rule in settings["filters"]:
+        scope = RULES[rule.get("agg_type", "token")]
+        if rule.get("ratio_enabled", True):
+            low, high = rule.get("ratio_low", 0.8), rule.get("ratio_high", 1.2)
+            rules.append({"rule": f"{scope}_k1", "low": low, "high": high})
+        if rule.get("diff_enabled"):
+            rules.append({"rule": f"{scope}_tv", "high": rule["diff_high"]})
+    return rules
 
 
 def _kept(case, settings):
-    own = Counterpart({"correction": {"kind": "none", "reject": _rules(settings)}})
+    setup = Counterpart({"correction": {"kind": "none", "reject": _rules(settings)}})
     first = settings["filters"][0]
     signed = first.get("diff_enabled") and first["agg_type"] != "token"
     if (first.get("agg_type"), case.input) == ("sequence", "far"):
-        signed = False  # none is within, with sign or without
-    return of_advantages.signed_differences(case, own) if signed else own
+        signed = False  # no sequence is within the bound, signed or not
+    return of_advantages.signed_differences(case, setup) if signed else setup
 
 
 def _rewards(case, settings):
@@ -129,33 +125,33 @@ def _advantages(case, settings):
         "advantage_clip": settings.get("advantage_clip"), "gamma": settings.get("gamma", 1.0),
     }  # fmt: skip
     if "kl_coef" in settings:
-        own = KL.get(settings["kl_penalty"], settings["kl_penalty"])
-        section |= {"kl": {"in_reward": True, "coef": settings["kl_coef"], "estimator": own}}
+        name = KL.get(settings["kl_penalty"], settings["kl_penalty"])
+        section |= {"kl": {"in_reward": True, "coef": settings["kl_coef"], "estimator": name}}
     section["reward_clip"] = settings.get("reward_clip")
-    own = Counterpart(section)
+    setup = Counterpart(section)
     if settings.get("gamma") and case.input == "holes":
-        return of_advantages.by_hand(case, own, "counts given tokens as steps of time", every_place=True)
+        return of_advantages.by_hand(case, setup, "counts observed tokens as steps of time", every_place=True)
     if settings.get("kl_penalty") == "k3" and case.input == "far":
-        return of_advantages.by_hand(case, own, "holds the KL of a token within 10", largest=10.0)
+        return of_advantages.by_hand(case, setup, "clamps the KL of a token at 10", max_kl=10.0)
     if settings.get("reward_clip") == 0.5:
         reason = "clips what the estimator gives, not the reward"
-        return of_advantages.by_hand(case, own, reason, clip_after=0.5)
-    return own
+        return of_advantages.by_hand(case, setup, reason, clip_after=0.5)
+    return setup
 
 
 def _kl(case, settings):
-    own = Counterpart({"kl": {"estimator": KL.get(settings["kl_penalty"], settings["kl_penalty"])}})
+    setup = Counterpart({"kl": {"estimator": KL.get(settings["kl_penalty"], settings["kl_penalty"])}})
     clamps = settings["kl_penalty"] == "k3" and case.input == "extreme"
-    return of_advantages.clamped_kl(case, own) if clamps else own
+    return of_advantages.clamped_kl(case, setup) if clamps else setup
 
 
 def _aggregation(case, settings):
-    own, mode = Counterpart({"aggregation": settings["loss_agg_mode"]}), settings["loss_agg_mode"]
+    setup, mode = Counterpart({"aggregation": settings["loss_agg_mode"]}), settings["loss_agg_mode"]
     if mode == "token-mean":
-        return of_losses.forgets_mask(case, own)
+        return of_losses.forgets_mask(case, setup)
     if mode == "seq-mean-token-sum-norm":
-        return of_losses.no_mean_of_rows(case, own)
-    return of_losses.counts_empty_rows(case, own) if case.input == "empty" else own
+        return of_losses.no_mean_of_rows(case, setup)
+    return of_losses.counts_empty_rows(case, setup) if case.input == "empty" else setup
 
 
 def _whiten(case, settings):

@@ -11,10 +11,6 @@ AGGREGATIONS = {
 KINDS = {"truncate": "tis", "mask": "mis"}
 
 
-def counterpart(case):
-    return globals()[f"_{case.kind}"](case, case.settings)
-
-
 def _loss(case, settings):
     kind = settings.get("loss_type", "dapo")
     section = _policy_loss(kind, settings) | {"aggregation": AGGREGATIONS[kind]}
@@ -36,9 +32,9 @@ def _loss(case, settings):
     elif settings.get("use_vllm"):
         section["correction"] = _correction(settings)
     tolerance = 1e-5 if kind == "sapo" else None  # its temperatures are float32
-    own = Counterpart(section, how, tolerance=tolerance)
+    setup = Counterpart(section, how, tolerance=tolerance)
     differs = _difference(case, kind, settings)
-    return differs(case, own) if differs else own
+    return differs(case, setup) if differs else setup
 
 
 def _difference(case, kind, settings):
@@ -70,7 +66,7 @@ def _policy_loss(kind, settings):
     if kind == "vespo":
         names = {"k_positive": "vespo_k_pos", "lambda_positive": "vespo_lambda_pos",
                  "k_negative": "vespo_k_neg", "lambda_negative": "vespo_lambda_neg"}  # fmt: skip
-        return {"loss": "vespo"} | {own: settings[n] for own, n in names.items() if n in settings}
+        return {"loss": "vespo"} | {key: settings[n] for key, n in names.items() if n in settings}
     clips = {"clip_low": low, "clip_high": high}
     if settings.get("importance_sampling_level") == "sequence":
         return {"loss": "gspo", **clips}

@@ -6,10 +6,6 @@ from tests.algorithms.peers.counterparts.base import Counterpart
 KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k2+": "k2"}
 
 
-def counterpart(case):
-    return globals()[f"_{case.kind}"](case, case.settings)
-
-
 def _clip(settings):
     both = settings.get("clip_ratio", 0.2)
     return {
@@ -28,16 +24,16 @@ def _loss(case, settings):
         name = settings["kl_loss_type"]
         section["kl"] = {"coef": settings["kl_loss_coef"], "estimator": KL.get(name, name)}
         section["entropy"] = {"coef": settings["entropy_coeff"]}
-    own = Counterpart(section)
+    setup = Counterpart(section)
     if case.call == "gpg":
-        return of_losses.value_of_logprob(case, own)
+        return of_losses.value_of_logprob(case, setup)
     if case.call == "clip_cov" and settings["clip_cov_ratio"] < 1 and case.input != "short":  # one to choose
-        return of_losses.random_choice(case, own)
+        return of_losses.random_choice(case, setup)
     if case.call == "geo_mean" and case.input == "empty":
-        return of_losses.counts_empty_rows(case, own)
+        return of_losses.counts_empty_rows(case, setup)
     if case.call == "geo_mean" and "rollout_is" in settings:
-        return of_losses.geometric_weights(case, own)
-    return own
+        return of_losses.geometric_weights(case, setup)
+    return setup
 
 
 def _policy_loss(call, settings):
@@ -70,32 +66,32 @@ def _policy_loss(call, settings):
 
 
 def _bypass(case, settings):
-    """What it calls old log-probs are the engine's."""
-    own = settings["rollout_correction"]
+    """The old log-probs of this mode are the engine's."""
+    rollout = settings["rollout_correction"]
     mode = {"aggregation": "token-mean", "correction": "bypass"}
     section = {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0} | mode
-    if own["loss_type"] == "reinforce":
+    if rollout["loss_type"] == "reinforce":
         by_level = {
             None: {"loss": "policy_gradient"},
             "token": {"loss": "cispo", "clip_low": 1.0, "clip_high": 1.0},
             "sequence": {"loss": "reinforce_is"},
         }
-        section = by_level[own["rollout_is"]] | mode
-    if own["rollout_rs"] is not None:
-        section["correction"] = {"kind": "bypass", "reject": _rules(own)}
-    found = Counterpart(section, {"bypassed": True})
+        section = by_level[rollout["rollout_is"]] | mode
+    if rollout["rollout_rs"] is not None:
+        section["correction"] = {"kind": "bypass", "reject": _rules(rollout)}
+    setup = Counterpart(section, {"bypassed": True})
     if section["loss"] == "policy_gradient":
-        return of_losses.value_of_logprob(case, found)
+        return of_losses.value_of_logprob(case, setup)
     rejects_some = case.input == "far"
-    return of_losses.kept_only(case, found) if rejects_some and "batch_num_tokens" not in settings else found
+    return of_losses.kept_only(case, setup) if rejects_some and "batch_num_tokens" not in settings else setup
 
 
 def _correction_of(settings):
-    """One bound truncates; two drop what is outside."""
-    *low, high = (float(own) for own in str(settings["rollout_is_threshold"]).split("_"))
-    own = {"kind": "mis" if low else "tis", "level": settings["rollout_is"], "high": high}
-    own["normalize"] = settings.get("rollout_is_batch_normalize", False)
-    return own | ({"low": low[0]} if low else {})
+    """One bound truncates; two drop the weights outside."""
+    *low, high = (float(bound) for bound in str(settings["rollout_is_threshold"]).split("_"))
+    section = {"kind": "mis" if low else "tis", "level": settings["rollout_is"], "high": high}
+    section["normalize"] = settings.get("rollout_is_batch_normalize", False)
+    return section | ({"low": low[0]} if low else {})
 
 
 def _weights(case, settings):
@@ -107,23 +103,23 @@ def _kept(case, settings):
 
 
 def _rules(settings):
-    """Its bounds of k1 are of engine / trainer, ours of trainer / engine."""
+    """verl bounds k1 as engine / trainer, we as trainer / engine."""
     names = settings["rollout_rs"].split(",")
     bounds = str(settings["rollout_rs_threshold"]).split(",")
-    found = []
-    for name, own in zip(names, bounds, strict=True):
-        *low, high = (float(bound) for bound in own.split("_"))
-        found.append(
+    rules = []
+    for name, pair in zip(names, bounds, strict=True):
+        *low, high = (float(bound) for bound in pair.split("_"))
+        rules.append(
             {"rule": name, "low": 1 / high, "high": 1 / low[0]} if low else {"rule": name, "high": high}
         )
-    return found
+    return rules
 
 
 def _advantages(case, settings):
     if case.call.endswith("optimal_token_baseline"):
-        own = Counterpart({"advantage": "otb"}, {"estimate": {}})
+        setup = Counterpart({"advantage": "otb"}, {"estimate": {}})
         by_place = case.call.startswith("optimal") and case.input == "holes"
-        return of_advantages.token_baseline_by_place(case, own) if by_place else own
+        return of_advantages.token_baseline_by_place(case, setup) if by_place else setup
     names = {
         "grpo_vectorized": "grpo", "reinforce_plus_plus": "reinforce_pp", "rloo_vectorized": "rloo",
         "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
@@ -138,33 +134,32 @@ def _advantages(case, settings):
     if "gamma" in settings:
         section["gamma"] = settings["gamma"]
     if "kl_coef" in settings:
-        own = KL.get(settings["kl_penalty"], settings["kl_penalty"])
-        section |= {"kl": {"in_reward": True, "coef": settings["kl_coef"], "estimator": own}}
+        name = KL.get(settings["kl_penalty"], settings["kl_penalty"])
+        section |= {"kl": {"in_reward": True, "coef": settings["kl_coef"], "estimator": name}}
     if section["advantage"].startswith("reinforce") or case.call == "gdpo":
         how.pop("estimate")  # whitened over tokens
     tolerance = 1e-5 if case.call in ("grpo_vectorized", "gdpo") else None  # float32 within
     if case.call == "grpo_vectorized" and case.input == "ragged":
         tolerance = 1e-4  # its numbers near 100 are 8e-6 apart, and the rewards differ by 0.1
-    own = Counterpart(section, how, tolerance=tolerance)
+    setup = Counterpart(section, how, tolerance=tolerance)
     if case.call == "gpg" and case.input != "holes":
-        return of_advantages.counts_nonzero(case, own)
+        return of_advantages.counts_nonzero(case, setup)
     if case.call == "grpo_vectorized" and case.input == "equal" and section["std"] == "group":
-        return of_advantages.float32_statistics(case, own)
-    if (case.input == "ragged" and section["advantage"] in ("grpo", "opo", "reinforce_pp_baseline")) or (
-        case.call == "rloo" and case.input == "ragged"
-    ):
+        return of_advantages.float32_statistics(case, setup)
+    single = section["advantage"] in ("grpo", "opo", "reinforce_pp_baseline") or case.call == "rloo"
+    if case.input == "ragged" and single:
         scale = 1 / (1 + 1e-6) if section.get("std") == "group" else 1.0
-        return of_advantages.group_of_one(case, own, scale=scale)
+        return of_advantages.group_of_one(case, setup, scale=scale)
     if settings.get("kl_penalty") == "low_var_kl" and case.input == "far":
-        return of_advantages.by_hand(case, own, "holds the KL of a token within 10", largest=10.0)
-    return own
+        return of_advantages.by_hand(case, setup, "clamps the KL of a token at 10", max_kl=10.0)
+    return setup
 
 
 def _kl(case, settings):
     name = settings["kl_penalty"]
-    own = Counterpart({"kl": {"estimator": KL.get(name, name)}})
-    clamps = own.section["kl"]["estimator"].startswith("k3") and case.input == "extreme"
-    return of_advantages.clamped_kl(case, own) if clamps else own
+    setup = Counterpart({"kl": {"estimator": KL.get(name, name)}})
+    clamps = setup.section["kl"]["estimator"].startswith("k3") and case.input == "extreme"
+    return of_advantages.clamped_kl(case, setup) if clamps else setup
 
 
 def _aggregation(case, settings):
@@ -179,8 +174,8 @@ def _metrics(case, settings):
 
 
 def _kl_control(case, settings):
-    own = {"start": settings["kl_coef"], "target": settings["target_kl"], "observed": settings["kl"]}
-    return Counterpart(how=own | {"gain": settings["n_steps"] / settings["horizon"]})
+    how = {"start": settings["kl_coef"], "target": settings["target_kl"], "observed": settings["kl"]}
+    return Counterpart(how=how | {"gain": settings["n_steps"] / settings["horizon"]})
 
 
 def _logprobs(case, settings):
