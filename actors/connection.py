@@ -41,7 +41,7 @@ _NOT_COLLECTED = {
     # Every actor sets environment variables, so no actor uses a prestarted worker.
     "RAY_prestart_worker_first_driver": "0",
 }
-# A socket path has at most 107 bytes. Ray appends 63 to its temporary directory:
+# A socket path has at most 107 bytes. Ray appends a slash and 63 to its temporary directory:
 # /session_2026-11-28_13-46-32_123456_1234567/sockets/plasma_store. vLLM and multiprocessing append fewer.
 _LONGEST = 107 - 63 - 1
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")

@@ -63,8 +63,8 @@ def _serve_with_one_thread() -> None:
     """Make vLLM serve with one torch thread: others would busy-wait on the cores that prepare a step.
 
     vLLM does so unless the user set OMP_NUM_THREADS. This project sets it, for loading; otherwise Ray sets it
-    to 1. This variable tells vLLM that the user did not set it. Set it only after vLLM's configuration is
-    made, which warns of variables that it does not list, such as this one.
+    to 1. VLLM_OMP_NUM_THREADS_SET_BY_VLLM tells vLLM that the user did not set it. Set this only after
+    vLLM's configuration is made, which warns of variables that it does not list, such as this one.
     """
     os.environ.setdefault("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "1")
 

@@ -384,7 +384,7 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
 
         temperature, top_k = sampling.temperature, sampling.top_k
         if self._spec.returns_masks and device_type() == "cuda":
-            # vLLM refuses temperature 0 and no top_k if it returns masks. Greedy decoding equals top_k 1.
+            # To return masks, vLLM needs a top_k and a temperature above 0. Greedy decoding equals top_k 1.
             temperature, top_k = (temperature, top_k or self._vocabulary) if temperature else (1.0, 1)
         params = SamplingParams(
             temperature=temperature,

@@ -6,7 +6,7 @@ With d = log pi - log ref and tokens sampled from pi (Schulman 2020, "Approximat
 
     d          0.5        -1         0
     k1         0.5        -1         0       unbiased, high variance, may be negative
-    k2         0.125       0.5       0       biased, low variance; the gradient of the KL
+    k2         0.125       0.5       0       biased, low variance; has the gradient of the KL
     k3         0.1065307   0.7182818 0       unbiased, never negative
     k1+, k3+   as k1, k3                     the gradient of k2
     abs        0.5         1         0       not a divergence; the same slope at any distance

@@ -16,7 +16,7 @@ the rollout engine:
     sequence  the product over the sequence
     geometric the geometric mean over the sequence (GSPO's ratio, arXiv:2507.18071)
     segment   the geometric mean over neighbouring tokens that the policy sampled: an action of an episode
-              (ROLL's segment); a sequence without given tokens is one
+              (ROLL's segment); a sequence without given tokens is one action
 
 ``veto`` drops a whole sequence for one token that the trainer finds all but impossible: a sign that engine
 and trainer do not run the same model there (Liu et al. 2025, as above).

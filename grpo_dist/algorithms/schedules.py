@@ -66,7 +66,7 @@ def steer(value: float, measured: float, *, target: float, gain: float) -> float
 
     Args:
         measured: KL or entropy, nats per token. NaN changes nothing.
-        target: of the same, nats per token, above 0.
+        target: wanted KL or entropy, nats per token, above 0.
     """
     if math.isnan(measured):
         return value

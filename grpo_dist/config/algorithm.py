@@ -512,7 +512,7 @@ class WeightedCorrection(CorrectionConfig):
 
 
 class UnweightedCorrection(CorrectionConfig):
-    """none: samples count as on-policy; bypass: ratios are to the engine's log-probs."""
+    """none: no weights, ratios to the trainer's log-probs; bypass: ratios to the engine's log-probs."""
 
     kind: Literal["none", "bypass"] = "none"
 
@@ -617,7 +617,7 @@ class AlgorithmConfig(Section):
     )
     entropy: Entropy = Field(EntropyConfig(), description="the entropy bonus")
     top_entropy_share: Share = Field(
-        1.0, description="train only on this share of an update's tokens, with the highest entropy"
+        1.0, description="train only on this share of an update's tokens: those with the highest entropy"
     )
     off_policy_mask_threshold: PositiveFloat | None = Field(
         None,

@@ -113,7 +113,7 @@ def _single_completions(config: Sections) -> list[str]:
 
 
 def _teaches_itself(config: Sections) -> bool:
-    """Return whether the reference is the only teacher: it is the initial policy, or follows the policy."""
+    """Return whether nothing but the reference teaches: the initial policy, or a follower of the policy."""
     is_only = all(not t.has_workers and t.prompt is None for t in config.distillation.teachers)
     return is_only and config.demonstrations is None and not config.algorithm.has_entropy_bonus
 
@@ -269,7 +269,7 @@ RULES = (
     Rule(
         "sampling.top_p sampling.top_k sampling.min_p distillation.kl",
         lambda c: c.sampling.is_truncated and _has_teachers(c) and c.distillation.top_k,
-        "the policy may never sample the teacher's likeliest tokens",
+        "the policy may be unable to sample the teacher's likeliest tokens",
         "set `distillation.kl` to sampled or advantage, or sample from the whole vocabulary",
     ),
     Rule(
@@ -334,7 +334,7 @@ RULES = (
         lambda c: (
             _has_no_group(c) and not c.algorithm.advantage.traits.needs_group and c.dynamic_sampling.enabled
         ),
-        "groups of equal rewards are replaced, and every group of one is such a group",
+        "zero-variance groups are replaced, and every group of one is such a group",
         "set one of the two",
     ),
     Rule(
@@ -375,7 +375,7 @@ RULES = (
     Rule(
         "dynamic_sampling.enabled",
         lambda c: _has_teachers(c) and c.dynamic_sampling.enabled,
-        "groups of equal rewards are dropped, but `distillation.teachers` teach from them",
+        "zero-variance groups are replaced, but `distillation.teachers` teach from them",
         "set it to false",
     ),
     Rule(

@@ -542,7 +542,8 @@ class DynamicSamplingConfig(Choice):
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
         1.0,
-        description="extra prompts launched per missing group once the step's first groups are sampled",
+        description="extra prompts launched per missing group once all groups of the step's own prompts are "
+        "scored",
     )
 
     def _contradictions(self) -> Iterator[str]:

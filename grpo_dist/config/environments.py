@@ -75,7 +75,8 @@ class EnvironmentsConfig(Section):
         None, description="tool calls of an episode; one more ends it: `tool_limit`; null: no limit"
     )
     max_turn_tokens: PositiveInt | None = Field(
-        None, description="longest action, tokens; a longer one is truncated; null: no limit"
+        None,
+        description="longest action, tokens; a longer one is cut, and counts as complete; null: no limit",
     )
     max_tool_tokens: PositiveInt = Field(256, description="longest tool result, tokens; longer ones are cut")
     call_format: str = Field(
@@ -84,9 +85,9 @@ class EnvironmentsConfig(Section):
         "parser of vLLM, e.g. hermes; auto: by the chat template",
     )
     mask_outcomes: tuple[BudgetOutcome, ...] = Field(
-        (), description="do not train on episodes with these ends; their rewards still count in their group"
+        (), description="do not train on episodes that end this way; their rewards still count in their group"
     )
     outcome_rewards: dict[BudgetOutcome, float] = Field(
-        {}, description="added to the reward of episodes with these ends, e.g. {turns: -0.5}"
+        {}, description="added to the reward of episodes that end this way, e.g. {turns: -0.5}"
     )
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)

@@ -107,7 +107,7 @@ class SamplingConfig(Section):
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
-        description='texts that end a completion, or an action of an episode, as its last part, e.g. ["\\n"]',
+        description='texts that end a completion, or an action of an episode, and stay in it, e.g. ["\\n"]',
     )
 
     @property

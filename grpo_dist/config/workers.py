@@ -33,7 +33,8 @@ class RolloutConfig(Section):
     )
     max_workers: PositiveInt | None = Field(
         None,
-        description="engines join up to this number while the cluster has free resources; null: none",
+        description="engines beyond `num_workers` join, up to this number, while the cluster has free "
+        "resources; null: none",
     )
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs per engine")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(

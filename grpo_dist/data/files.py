@@ -241,7 +241,7 @@ def _csv_rows(path: Path, name: str, delimiter: str) -> Iterator[Located]:
                 if len(fields) == 1 and other in fields[0]:
                     raise ValueError(
                         f"{location}: the header is one field, `{fields[0][:80]}`; {expected}: save the "
-                        f"file with them in place of `{other}`"
+                        f"file with them instead of `{other}`"
                     )
                 if doubled := next((column for column in header if header.count(column) > 1), None):
                     raise ValueError(f"{location}: the header has the column `{doubled}` twice; rename one")

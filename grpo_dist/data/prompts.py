@@ -556,7 +556,7 @@ class _SpecialTokens:
             )
         if not self._templated and (added := added_ids(self._tokenizer)[1]):
             names = ", ".join(map(repr, self._tokenizer.convert_ids_to_tokens(added)))
-            yield f"note: the tokenizer appends {names} to every text (`add_eos_token`); prompts lack it"
+            yield f"note: the tokenizer appends {names} to every text (`add_eos_token`); prompts omit it"
 
 
 def _task_and_text(

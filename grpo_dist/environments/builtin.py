@@ -13,7 +13,7 @@ from grpo_dist.environments.base import Environment, Tool
 
 _MAX_CHARACTERS = 1000
 _MAX_BITS = 20_000  # in a numerator or denominator: about 6,000 digits, milliseconds for any operation here
-_MAX_DIGITS = 4000  # Python's default limit for converting integers to text
+_MAX_DIGITS = 4000  # below Python's default limit for converting integers to text, 4300
 _MAX_ARGUMENT = 1000  # maximum argument of a factorial or a binomial coefficient
 
 Number = Fraction | float

@@ -109,7 +109,7 @@ class Renderer:
         return (*openings_of(self.call_format), *parser_openings)
 
     def stop(self, task: Task) -> tuple[str, ...]:
-        """Return the stop strings of ``task``, part of the action. Code blocks end it only with tools."""
+        """Return the strings that end an action of ``task``, as part of it: a code fence only with tools."""
         return (*((CODE_STOP,) if self.is_in_place and task.tools else ()), *task.stop)
 
     def parse(self, text: str, ids: Sequence[int], task: Task, thought: Thought, begin: str = "") -> Action:

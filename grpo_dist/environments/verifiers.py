@@ -19,7 +19,7 @@ from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
 from grpo_dist.environments.base import Environment, Message, Problem, Step
 
-_MOST = 1_000_000  # maximum task index
+_MOST = 1_000_000  # tasks taken from an unbounded taskset
 
 
 class VerifiersEnvironment(Environment):
@@ -73,8 +73,8 @@ class VerifiersEnvironment(Environment):
 
     @classmethod
     def problems(cls, split: str, count: int | None, **kwargs: Any) -> Iterator[Mapping[str, Any]]:
-        """Yield the tasks in order. Only the split ``train`` exists; select held-out tasks by the taskset's
-        arguments.
+        """Yield the tasks in order. Raises ValueError for a split other than ``train``: tasksets have none,
+        so select held-out tasks by their arguments.
         """
         if split != "train":
             raise ValueError(

@@ -1,1 +1,1 @@
-"""How good a model is on held-out problems, and whether another is better. See README.md."""
+"""Evaluates models on held-out problems, and compares two models. See README.md."""

@@ -71,7 +71,7 @@ def _wins(size: int, others: tuple[int, ...], silent: int, k: int) -> float:
 
 
 def _add_answer(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarray:
-    """Add one more answer to ``table``; ``chances``: of its counts. More than ``votes`` would lead."""
+    """Add an answer to ``table``. ``chances``: of each of its counts; above ``votes`` it would lead."""
     grown = np.zeros((len(table) + 1, table.shape[1]))
     for draws in range(min(len(chances) - 1, votes, table.shape[1] - 1) + 1):
         row = slice(1, None) if draws == votes else slice(0, -1)

@@ -274,8 +274,8 @@ def _kept_rows(config: Config, batch: TrainBatch, updates: Sequence[np.ndarray])
     """Return which rows of ``batch`` stay, bool [B]. Rows that add nothing to the gradient are dropped: every
     advantage is 0, no token is taught, and the loss has no other term.
 
-    The denominators stay, so the gradient stays; only forward passes are saved. An update of ``updates``, the
-    row ids of each, that would lose all rows keeps them, so that it still has metrics.
+    The denominators stay, so the gradient stays; only forward passes are saved. ``updates``: the rows of each
+    update; an update that would lose all its rows keeps them, so that it still has metrics.
     """
     algorithms = (config.algorithm, *config.source_algorithms.values())
     if any(trains_all_rows(algorithm, has_kl_term=config.has_kl_term) for algorithm in algorithms):

@@ -17,7 +17,7 @@ class MetricsFile:
     """One JSON object per step. NaN is written as null: JSON has no NaN."""
 
     def __init__(self, path: Path, *, keep_through: int) -> None:
-        """Open the file without lines after ``keep_through`` (0: none): a resumed run repeats those steps."""
+        """Open the file with its lines up to ``keep_through`` (0: empty): a resumed run repeats the rest."""
         self._path = path
         self._last: dict[str, Any] | None = None
         lines = kept_lines(path, keep_through) if keep_through > 0 else []

@@ -105,7 +105,7 @@ class AsyncSink:
         """Start the thread, which calls ``open_sink`` with a function that reports problems."""
         self._name, self._open, self._warn = name, open_sink, warn
         self._work: queue.Queue[Callable[[Sink], None] | None] = queue.Queue()
-        self._tables = threading.Semaphore(_TABLES_PENDING)  # free slots for queued and written tables
+        self._tables = threading.Semaphore(_TABLES_PENDING)  # free slots for tables, queued or being written
         self._messages: list[str] = []
         self._submitted = self._done = 0
         self._failed = False  # whether the run has failed, at its end

@@ -28,7 +28,7 @@ from grpo_dist.runtime.hardware import processor_digest
 from grpo_dist.runtime.processes import child_command, run_child
 
 _DEADLINE_S = 3600.0  # per build by another process: a busy machine takes minutes for one file
-_NICENESS = 5  # niceness
+_NICENESS = 5  # of a background build
 _REFUSED = "REFUSED: "  # prefix of the message of a failed build
 _OUTPUT = 4000  # characters of a compiler's output, from its end
 _NAMES = {
@@ -42,7 +42,7 @@ _MISSING = {
     "nvcc": "the CUDA toolkit, and set CUDA_HOME",
 }  # fmt: skip
 
-_background_builds: list[psutil.Popen] = []  # background builds; Python warns about one without a reference
+_background_builds: list[psutil.Popen] = []  # Python warns about a running process without a reference
 
 
 class BuildLock:

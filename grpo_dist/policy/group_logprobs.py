@@ -36,7 +36,7 @@ def group_logprobs(
 
     Args:
         forward: as `TokenLogprobs.forward`.
-        top_k: number of likeliest tokens to return at each position, too.
+        top_k: number of likeliest tokens per position to return, too.
         together: ``forward`` is collective: all ranks call it equally often.
     """
 

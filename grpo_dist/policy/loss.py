@@ -79,7 +79,7 @@ def batch_loss(
         batch: without old log-probs, the importance ratio is to ``logprobs`` themselves, hence exactly 1
             with the right gradient. Reference log-probs are needed when kl_coef > 0.
         entropy: nats; for the statistics, and with gradient for the bonus.
-        from_teacher: `divergence_from_teacher`, nats; None: estimated by `distillation.estimator`.
+        from_teacher: `divergence_from_teacher`, nats; None: estimated from ``logprobs``.
         kl_coef: weight of the KL term in this update; None: the configured one. Ignored by an objective
             without a KL term.
         entropy_coef: weight of the entropy bonus in this update; None: the configured one.

@@ -142,7 +142,7 @@ def _is_clipped(
     logprobs: Float[Tensor, "B T"],
     loss: ClipCovLoss,
 ) -> Bool[Tensor, "B T"]:
-    """Return which tokens get no gradient within clip_cov's bounds. ``old`` None: ratios are 1."""
+    """Return which tokens lose their gradient by clip_cov's bounds. ``old`` None: ratios are 1."""
     if old is None:
         return torch.zeros_like(logprobs, dtype=torch.bool)
     ratio = (logprobs - old).clamp(max=LOG_LIMIT).exp()

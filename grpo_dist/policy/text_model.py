@@ -107,8 +107,8 @@ def read_wrapper_type(model_dir: Path) -> str:
 
 
 def find_wrapper(model_dir: Path) -> tuple[str, str] | None:
-    """Return the checkpoint that wraps the text model in ``model_dir``, and the prefix of its module names
-    for `model.`; None: nothing wraps it, or the names are unknown.
+    """Return the checkpoint that wraps the text model in ``model_dir``, and the prefix that replaces `model.`
+    in its module names; None: nothing wraps it, or the names are unknown.
     """
     file = model_dir / _WRAPPER / _NOTE
     note = read_json(file) if file.is_file() else {"decoder": ""}

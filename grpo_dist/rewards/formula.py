@@ -885,7 +885,7 @@ def _determinant(rows: list[list[Number]]) -> Number:
 
 
 def _opaque(name: str, numbers: Sequence[Number]) -> Number:
-    """Return a pseudo-random value of an unknown function, equal only for equal arguments."""
+    """Return a pseudo-random value of an unknown function: equal for equal arguments, and only for those."""
     total = mpf(int.from_bytes(blake2b(name.encode(), digest_size=5).digest(), "big")) / 2**36
     for place, number in enumerate(numbers):
         x = inexact(number)

@@ -155,7 +155,7 @@ def is_sentence(answer: str) -> bool:
 
 
 def gives_no_answer(text: str) -> bool:
-    """Return whether ``text`` says that it has no answer, or a wrong answer: ``I do not know``."""
+    """Return whether ``text`` says that it has no answer, or that an answer is wrong: ``I do not know``."""
     return _NO_ANSWER.search(text) is not None
 
 

@@ -504,7 +504,7 @@ def check_data(
 ) -> None:
     """Raise ValueError where the checkpoint was made with other training prompts, or columns of them.
 
-    ``origin``: of ``prompts``; it tells other rows from rows that are tokenised otherwise.
+    ``origin``: of ``prompts``; it tells changed rows from a changed tokenisation.
     """
     if state.data != data_digest(prompts):
         if origin is not None and state.origin and state.origin["rows"] == origin.rows:

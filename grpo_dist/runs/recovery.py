@@ -92,7 +92,7 @@ class Recovery:
             await self._consume_restart(failure)
 
     async def _bring_up(self) -> Up:
-        """Start the workers of the first attempt, or restart the workers of a failed attempt."""
+        """Start the workers of the first attempt, or bring up the workers of a failed attempt again."""
         if self._failure is None:
             self._workers = await self._start()
             return self._first, self._workers
@@ -115,7 +115,7 @@ class Recovery:
         await asyncio.sleep(delay_s)
 
     async def _go_back(self, failure: StateLost | Rollback, workers: Workers | None) -> Up:
-        """Find the resume point, and restart the workers. ``workers``: None if they never came up."""
+        """Find the resume point, and bring the workers up again. ``workers``: None if they never came up."""
         with stage("newest checkpoint", quiet=True):
             point = await self._newest()
         self._recorder.warn(f"resuming from {point}")

@@ -242,8 +242,8 @@ def list_gpus() -> list[tuple[str, int]]:
 
 
 def _commit(directory: Path) -> str | None:
-    """Return the commit of the checkout this is installed from; None outside a checkout. A repository that
-    contains only the virtual environment does not count: it does not track these files.
+    """Return the commit of the checkout this is installed from; None outside a checkout. A repository
+    around the virtual environment does not count: it does not track these files.
     """
     if not _git(directory, "ls-files"):
         return None

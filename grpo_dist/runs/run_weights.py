@@ -62,7 +62,7 @@ def pinned(config: C, run_dir: Path | None = None) -> C:
 
 
 def restore_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> Config:
-    """Return ``config`` with the models that the run in ``run_dir`` began with: see `pinned`."""
+    """Return ``config`` with the models that the run in ``run_dir`` began with. Raises as `pinned`."""
     begun = pinned(config, run_dir)
     for key, path in flat(begun.model_dump(mode="json")).items():
         if any(fnmatchcase(key, model) for model in _MODELS) and is_checkpoint(str(path)):

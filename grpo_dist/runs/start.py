@@ -183,7 +183,7 @@ def load_inputs(
     for input that cannot be used.
 
     Args:
-        train_first: False skips a cold start, and returns the model that it would start from.
+        train_first: False skips a cold start: the model is the one that it would start from.
         device: of the run's workers; None: as on this machine.
     """
     start = Start(config, say, train_first, device)

@@ -243,8 +243,8 @@ class Verbs:
         await self._settled()
         if before is not None and tuple(map(id, before.groups)) == tuple(map(id, scored)):
             raise UserError(
-                "update(): an earlier call has trained on these groups, also if it was interrupted, and its "
-                "update counts; sample again"
+                "update(): an earlier call has trained on these groups, and its update counts, even if "
+                "interrupted; sample again"
             )
         task = asyncio.create_task(self._update(scored, advantage_arrays), name=f"update {self.step + 1}")
         self._running = RunningUpdate(tuple(scored), task)

@@ -139,8 +139,8 @@ class Start:
 @dataclass(frozen=True)
 class RewardTrial:
     """``texts``, ``totals``: of the right and of the wrong answer. ``parts``: each reward's two scores.
-    ``failures``: why rewards gave no score. ``raised``: a reward raised, instead of returning None or NaN.
-    ``raised_elsewhere``: failures in other formats of the answer for which a reward raised.
+    ``failures``: why rewards gave no score. ``raised``: a reward failed, instead of returning None or NaN.
+    ``raised_elsewhere``: failures of the other formats of the answer in which a reward failed.
     """
 
     texts: tuple[str, str]
@@ -539,7 +539,7 @@ def user_code_problems(
     """Yield a message for every component that cannot be used. Imports and runs user code. Environments are
     tried by `data.tasks`, rewards by `rewards.registry`, and data sources when they are read.
 
-    ``tokenizer``: of the model, for a rollout function, which is not called without.
+    ``tokenizer``: of the model, for a rollout function, which is not called if it is None.
     """
     for component in components:
         if component.kind not in _INPUTS:
@@ -653,7 +653,7 @@ def _check_split(what: str, whole: torch.Tensor, parts: torch.Tensor) -> None:
     if not torch.allclose(whole, parts, rtol=_CLOSE, atol=_CLOSE):
         raise ValueError(
             f"{what} gives other results when the rows are split, so the gradient would depend on the "
-            "number of ranks; compute each row alone, and divide by the numbers of the inputs"
+            "number of ranks; compute each row alone, and divide only by counts that the inputs have"
         )
 
 

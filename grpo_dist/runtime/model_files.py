@@ -107,7 +107,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as stream:
         first = stream.read(8)
         if _POINTER.startswith(first) and first:
-            raise ValueError(f"{file}: a Git LFS pointer in place of weights; run `git lfs pull` there")
+            raise ValueError(f"{file}: a Git LFS pointer instead of weights; run `git lfs pull` there")
         length = int.from_bytes(first, "little")
         damaged = f"{file}: damaged, or no safetensors file; download the model again"
         if len(first) < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):

@@ -10,7 +10,8 @@ def request_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
     """Return the seed of one sampling request, 0 <= seed < 2^63. ``step`` is -1 for evaluations and -2 for
     rejection sampling.
 
-    The seed depends only on these four values, not on engine or batch, which makes a run repeatable."""
+    The seed depends only on these four values, not on engine or batch, which makes a run repeatable.
+    """
     return request_seeds(run_seed, step, uid, [sample])[0]
 
 

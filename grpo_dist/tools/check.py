@@ -272,7 +272,7 @@ def check_batch(start: PlacedStart) -> str:
     if config.shortens_completions:
         room = config.max_length - config.longest_completion
         text += (
-            f"; behind prompts of more than {max(0, room)} tokens completions are shorter "
+            f"; after prompts of more than {max(0, room)} tokens completions are shorter "
             f"(`model.max_length` = {config.max_length})"
         )
     if start.inputs is None:

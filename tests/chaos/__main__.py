@@ -182,7 +182,7 @@ class Chaos:
         for name, problem in checks.items():
             print(f"  {name}: {problem or ('not judged' if name in unjudged else 'ok')}")
         if lost:
-            print(f"  numbers are others from step {lost[0]} on, which has a sample without score: {other}")
+            print(f"  numbers differ from step {lost[0]} on, which has an unscored sample: {other}")
         return checks
 
     def _check_every_job(self, job: Job, events: Sequence[Event]) -> dict[str, str | None]:

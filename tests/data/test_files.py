@@ -182,7 +182,7 @@ def test_a_csv_file_may_quote_and_its_lines_are_counted_as_an_editor_does(tmp_pa
         ("set.csv", b'problem,answer\np,1\n"q,1\n', ": not valid CSV (unexpected end of data)"),
         ("set.csv", b"problem,answer\n\xff,1\n", ": not UTF-8 ("),
         ("set.csv", b"problem;answer\np;1\n", ":1: the header is one field, `problem;answer`"),
-        ("set.tsv", b"problem,answer\np,1\n", "separated by tabs: save the file with them in place of `,`"),
+        ("set.tsv", b"problem,answer\np,1\n", "separated by tabs: save the file with them instead of `,`"),
         ("set.csv", b"", ": no rows; expected at least one"),
         ("set.csv", b"problem,answer\n", ": no rows; expected at least one"),
         ("set.jsonl.gz", b"no gzip", ": the file cannot be loaded (Not a gzipped file"),

@@ -11,7 +11,7 @@ the first ``--peer-pairs``.
 
     python -m tests.evidence.grading_fuzz --golds math_train_deepscaler.jsonl
 
-grades the answer of one problem for another, as an untrained model would give it, and each answer in other
+grades the answer of one problem for another, as a model early in training gives it, and each answer in other
 notation: 1,000 pairs each, at least half of them with LaTeX commands.
 """
 
@@ -386,7 +386,7 @@ def math_verify(gold: str, answer: str) -> bool:
 
 
 def judge(name: str, grader: Callable[[str, str], bool], pairs: Sequence[Pair]) -> int:
-    """Print a row for each kind of expression, and the first wrong verdicts; return the number of these."""
+    """Print a row for each kind of expression, and the first wrong verdicts; return how many are wrong."""
     wrong: Counter[tuple[str, bool]] = Counter()
     begin = time.process_time()
     for kind, gold, answer, equal in pairs:

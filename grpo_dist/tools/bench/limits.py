@@ -206,7 +206,7 @@ def limit_threads(config: Config, cluster_gpus: int) -> dict[str, int]:
             raise UserError(f"this machine has no GPUs, and the cluster has {cluster_gpus}")
         return {role: demand.threads for role, demand in placement(config, has, training=True).items()}
     except UserError as error:
-        print_line(f"warning: limits are measured on this machine alone, and are left out: {error}")
+        print_line(f"warning: limits are skipped, because they are measured on this machine only: {error}")
         return {}
 
 

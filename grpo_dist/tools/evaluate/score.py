@@ -324,7 +324,7 @@ def _verdict(value: float) -> str:
 
 
 def _plain(value: np.floating) -> float | None:
-    """Convert a value for JSON; a float32 0.1 becomes 0.1, the shortest exact representation."""
+    """Convert a value for JSON; a float32 0.1 becomes 0.1, the shortest text that reads back as it."""
     return None if np.isnan(value) else float(str(value))
 
 

@@ -31,7 +31,7 @@ def add_export(commands: Any) -> None:
     sub.add_argument(
         "--adapter",
         action="store_true",
-        help="of a LoRA run: the adapter alone, for peft and vLLM; default: merged",
+        help="write only the adapter of a LoRA run, for peft and vLLM; default: merged",
     )
     sub.add_argument(
         "--push", metavar="USER/REPO",

@@ -368,8 +368,9 @@ def reference_worker(max_length: int, model: ModelShape, sizes: Sizes) -> Footpr
 def frozen_worker(max_length: int, model: FrozenModel, sizes: Sizes) -> Footprint:
     """Return the memory of a teacher's or reward model's worker on one GPU.
 
-    A reward model has a full batch of the longest padded rows. Their mask is [rows, 1, T, T], once in bytes
-    and once in the weights' dtype; with a mask, key and value heads are repeated for all query heads.
+    A reward model has a full batch of the longest padded rows. Their mask is [rows, 1, T, T], once with a
+    byte per entry and once in the weights' dtype; with a mask, key and value heads are repeated for all
+    query heads.
     """
     settings = model.settings
     assert settings is not None  # the reference has `reference_worker`

@@ -357,7 +357,7 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
     if file.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise UserError(
             f"{_policy(path)}: no such directory{searched(path)}; write one that has config.json, "
-            "model.path=random:config.json for such a file alone, or the id of a model of the same size: "
+            "model.path=random:config.json if you have only that, or the id of a model of the same size: "
             f"{', '.join(_PUBLISHED)}"
         )
     raise UserError(

@@ -153,8 +153,8 @@ def _number(submission_id: str | None, job: Job) -> int:
 
 
 def _submit(client: Any, request: Mapping[str, Any]) -> str:
-    """Submit a job and return its id; submit it again while the agents of a new cluster start, for which Ray
-    waits 10 s alone.
+    """Submit a job and return its id; submit it again while the agents of a new cluster start: Ray waits only
+    10 s for them.
     """
     end = time.monotonic() + _DEADLINE_S
     while True:

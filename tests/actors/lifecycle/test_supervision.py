@@ -310,7 +310,7 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
             await reference.shutdown()
 
     if refresh_every:
-        with pytest.raises(WorkerLost, match=r"reference-0 is lost .*but from a checkpoint"):
+        with pytest.raises(WorkerLost, match=r"reference-0 is lost .*can only be restored from a checkpoint"):
             asyncio.run(session())
     else:
         before, after = asyncio.run(session())

@@ -49,7 +49,7 @@
     for (const run of report.runs) {
       const runNotices = [...run.manifest.about.notices];
       const left = run.manifest.about.left_out;
-      if (left.rollouts || left.tables) runNotices.push(`rollouts: the newest are shown; ${left.rollouts.toLocaleString("en")} and ${left.tables} older table(s) are left out (--rollouts)`);
+      if (left.rollouts || left.tables) runNotices.push(`rollouts: the newest are shown; ${left.rollouts.toLocaleString("en")}, and all rollouts of ${left.tables} older table(s), are left out (--rollouts)`);
       if (run.manifest.about.rows_dropped) runNotices.push(`${run.manifest.about.rows_dropped} row(s) of the training data became no prompts (dropped.jsonl)`);
       notices.push(...runNotices.map((text) => (report.runs.length > 1 ? `${run.label}: ${text}` : text)));
     }
