@@ -17,7 +17,7 @@ _INCOMPLETE = 6  # exit code: no line fails, but some were not run
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu-check")
-    group.addoption("--rehearse", action="store_true", help="run the parts that need no GPU, tiny, on the CPU")
+    group.addoption("--rehearse", action="store_true", help="run the parts without a GPU, tiny, on the CPU")
     group.addoption("--minutes", type=float, default=10.0, help="for all lines in total (default: 10)")
     group.addoption("--output", default="runs/gpu-check", help="directory of gpu-check.json and the logs")
 
