@@ -10,8 +10,7 @@ import asyncio
 import logging
 import os
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_rec
 
 _MOST_CPUS = 100_000  # maximum for the driver
 _DEADLINE_S = 60.0  # for the job server's answers
-_NO_AGENT, _POLL_S = "No available agent", 1.0
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ENTRYPOINT = f"python -m grpo_dist.cli train {CONFIG}"
 _HEAD = {"node:__internal_head__": 0.001}
@@ -77,7 +75,7 @@ class RayTarget:
                 request["runtime_env"]["working_dir"] = str(carried.directory)
                 for line in carried.notices():
                     print(line)
-                submitted = _submit(client, request)
+                submitted = client.submit_job(**request)
         return SubmissionRecord("ray", submitted, str(job.run_dir), where=client.get_address())
 
     def _request(self, job: Job, number: int) -> dict[str, Any]:
@@ -150,20 +148,6 @@ def _number(submission_id: str | None, job: Job) -> int:
     """Return the number of a job of this run; 0 for any other job."""
     name, _, number = (submission_id or "").rpartition("-")
     return int(number) if name == job.name and number.isdigit() else 0
-
-
-def _submit(client: Any, request: Mapping[str, Any]) -> str:
-    """Submit a job and return its id; submit it again while the agents of a new cluster start: Ray waits only
-    10 s for them.
-    """
-    end = time.monotonic() + _DEADLINE_S
-    while True:
-        try:
-            return str(client.submit_job(**request))
-        except RuntimeError as error:
-            if _NO_AGENT not in str(error) or time.monotonic() > end:
-                raise
-            time.sleep(_POLL_S)
 
 
 def _resolve_address(address: str | None) -> str | None:

@@ -41,7 +41,7 @@ def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
         "and has",
     ]
     assert sum(": 1 of 2 GPU(s) and 4 of 4 CPU(s) free" in line for line in refusal) == 1
-    assert refusal[-1].startswith("Lower `policy.num_workers` or `rollout.num_workers`, wait")
+    assert refusal[-1].startswith("Lower `policy.num_workers`, wait")
     assert lines[lines.index("placed") :] == [
         "placed",
         "replaced",

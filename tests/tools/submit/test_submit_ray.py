@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -67,7 +66,7 @@ import json, os, sys
 import ray.job_submission
 from grpo_dist.cli import main
 from grpo_dist.tools.submit import ray_jobs
-ray_jobs._ENTRYPOINT = "python rewards/driver.py"
+ray_jobs._ENTRYPOINT = os.environ.get("TEST_ENTRYPOINT", ray_jobs._ENTRYPOINT)
 for line in sys.stdin:
     arguments, environment, path = json.loads(line)
     if (child := os.fork()) == 0:
@@ -104,6 +103,7 @@ def outside(tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, monkeypatch, outside):
     monkeypatch.setenv("MY_VARIABLE", "of-mine-alone")
+    monkeypatch.setenv("TEST_ENTRYPOINT", "python rewards/driver.py")
     path, run = config_in(project), project / "runs/tiny"
     submit = ("submit", path, "--to", "ray", "--env", "MY_VARIABLE", "code_paths=[rewards]")
     with ray_head(project) as environment:
@@ -337,20 +337,6 @@ def test_status_accepts_a_run_directory_with_any_name(tmp_path, capsys):
     assert status == 2 and "nothing was submitted for this run directory" in output
 
 
-def test_a_job_is_submitted_again_while_the_agents_of_a_new_cluster_start(monkeypatch):
-    """Ray 2.60 waits 10 s for an agent, then answers 500 (dashboard/modules/job/job_head.py)."""
-    monkeypatch.setattr(ray_jobs, "_POLL_S", 0.0)
-    waiting = RuntimeError("status code 500: No available agent to submit job, please try again later.")
-    answers = [waiting, waiting, "tiny-1"]
-    assert ray_jobs._submit(Mock(submit_job=Mock(side_effect=answers)), {"entrypoint": "true"}) == "tiny-1"
-    client = Mock(submit_job=Mock(side_effect=[RuntimeError("status code 400"), "tiny-1"]))
-    with pytest.raises(RuntimeError, match="400"):
-        ray_jobs._submit(client, {})
-    monkeypatch.setattr(ray_jobs, "_DEADLINE_S", -1.0)
-    with pytest.raises(RuntimeError, match="No available agent"):
-        ray_jobs._submit(Mock(submit_job=Mock(side_effect=answers)), {})
-
-
 def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
     (project / "runs/tiny").mkdir()
     (project / "runs/tiny/DONE").write_text("2\n")
@@ -359,16 +345,16 @@ def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
 
 
 @pytest.mark.slow
-def test_a_whole_run_trains_as_a_job(project, capsys, monkeypatch):
+def test_a_whole_run_trains_as_a_job(project, monkeypatch, outside):
     with ray_head(project) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        run = project / "runs/tiny"
-        status, output = command(capsys, "submit", config_in(project), "--to", "ray")
+        path, run = config_in(project), project / "runs/tiny"
+        status, output = outside("submit", path, "--to", "ray")
         assert status == 0, output
-        output = command(capsys, "logs", "--follow", run)[1]
-        wait_until(lambda: "SUCCEEDED" in command(capsys, "status", run)[1], output)
+        output = outside("logs", "--follow", run)[1]
+        wait_until(lambda: "SUCCEEDED" in outside("status", run)[1], output)
         assert (run / "DONE").read_text() == "2\n"
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
-        status, output = command(capsys, "submit", config_in(project), "--to", "ray")
+        status, output = outside("submit", path, "--to", "ray")
         assert status == 2 and "the run is complete" in output
