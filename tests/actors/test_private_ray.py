@@ -84,7 +84,7 @@ def test_ray_reads_no_logs_scales_nothing_and_measures_no_processes_for_nobody(m
     monkeypatch.setenv(name, "5000")  # set by the user
     connection.start_private_ray(include_dashboard=False)
     assert started == [] and intervals == ["86400000", "5000"]
-    Node.start_monitor(None)  # of another cluster
+    Node.start_monitor(None)  # the monitor of another cluster
     assert started == [None]
 
 

@@ -29,7 +29,7 @@ class Event:
     victim: psutil.Process | None = None
     noticed: float | None = None  # when the job reported the loss of the worker
     recovered: float | None = None
-    exit_code: int | None = None  # of the launch, if it ended before recovery
+    exit_code: int | None = None  # exit code of the launch, if it ended before recovery
     launch_ended: int | None = None  # number of that launch
     torn: str | None = None  # the checkpoint file that was damaged
 

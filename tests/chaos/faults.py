@@ -212,7 +212,7 @@ def event_of(
 class Connection:
     process: psutil.Process
     descriptor: int
-    pair: str  # of the roles at its ends, "policy-policy"
+    pair: str  # the roles at its ends, "policy-policy"
 
 
 def connections(job: Job) -> list[Connection]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _TOKENS, _TOKENS_REHEARSED = 128, 12
 _AT_ONCE = 16
-_SHARE = 0.3  # of the GPU's memory, for the engine
+_SHARE = 0.3  # share of the GPU's memory for the engine
 _ALONE = "one request at a time: the same kernels on the same shapes"
 
 PROMPT = Prompt("p", np.arange(7, 16, dtype=np.int32), "", "gpu-check")  # less than a block of the cache

@@ -35,8 +35,8 @@ class TransferPlan:
     """Settings of both ends of a transfer, which ``secret`` authenticates."""
 
     backend: str
-    port: int  # of the first group
-    next_port: int  # of the group after the cut
+    port: int  # port of the first group
+    next_port: int  # port of the group after the cut
     secret: bytes = field(repr=False)
     num_bytes: int  # per transfer
     timeout_s: float  # deadline of each part

@@ -17,7 +17,7 @@ LIMIT = 64  # maximum sequence length of every model here
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A policy, and teachers with another vocabulary, fewer or more embeddings, and scaled logits."""
+    """A policy, and teachers with another vocabulary, fewer or more embeddings, and random routing."""
     root, tokenizer = tmp_path_factory.mktemp("models"), character_tokenizer(ascii_only=True)
     foreign = character_tokenizer(ascii_only=True)
     foreign.add_tokens(["seven"])

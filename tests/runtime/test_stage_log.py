@@ -172,7 +172,7 @@ def test_a_run_that_is_asked_to_end_has_saved_its_checkpoint(recorded, tmp_path)
         recorded.now += 16.0
         recorded.log.beat()
         tracker.phase("end")
-        recorded.now += 5.0  # of clean-up
+        recorded.now += 5.0  # clean-up
         raise Preempted("ended as asked")
     assert recorded.texts()[-1] == "checkpoint: done in 16.0 s" and open_stages() == []
 

@@ -35,7 +35,7 @@ PROMPTS = [Prompt(f"p{i}", np.arange(11 + i, 20 + 2 * i, dtype=np.int32), "1", "
 LONG_PROMPTS = [
     Prompt(f"p{i}", np.arange(11 + i, 51 + 3 * i, dtype=np.int32) % 97 + 11, "1", "test") for i in range(3)
 ]
-SAME = 1e-6, 1e-5  # of `mismatch`, nats in float32: mean, maximum; measured with routes: 7e-7, 2.4e-6
+SAME = 1e-6, 1e-5  # bounds of `mismatch`, float32, nats: mean, maximum; measured with routes: 7e-7, 2.4e-6
 
 
 class MovingWorker(PolicyWorker):

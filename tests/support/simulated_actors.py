@@ -33,7 +33,7 @@ class SimulatedSpec:
     samples_per_prompt: int
     max_num_seqs: int = 256
     colocated: bool = False
-    turns: int = 0  # of the episodes it returns; 0: completions
+    turns: int = 0  # turns per returned episode; 0: completions
 
 
 class SimulatedRollout(SamplingActor):

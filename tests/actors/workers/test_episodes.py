@@ -135,7 +135,7 @@ def test_a_weight_sync_drops_the_cache_of_episodes_that_wait_for_their_tools(wor
         return old, new, await sampling, await world.usage()
 
     old, new, group, used = world.run(session())
-    assert used["later_cached_tokens"] <= 3 * 192  # of the common prompt, computed again by the first of four
+    assert used["later_cached_tokens"] <= 3 * 192  # the common prompt, computed again by the first of four
     for rollout in group:
         versions = rollout.policy_versions[rollout.sampled]
         assert set(versions.tolist()) == {world.version - 1, world.version}

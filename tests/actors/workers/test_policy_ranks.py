@@ -585,4 +585,4 @@ def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_m
     assert comparable(two) == pytest.approx(comparable(one), rel=1e-3, abs=1e-5)
     computed = int(small.lengths[0])
     assert one[COMPUTED_TOKENS] == computed
-    assert two[COMPUTED_TOKENS] == computed + 2  # of a row that adds nothing
+    assert two[COMPUTED_TOKENS] == computed + 2  # tokens of a row that adds nothing

@@ -56,7 +56,7 @@ def trained(model_dir, directory, *, load=None, **how):
 
 
 def check_same_but_rounding(ours, theirs):
-    """Compare moments, and weights where Adam does not amplify rounding: it divides by its second moment."""
+    """Compare moments, and weights where Adam, dividing by sqrt(exp_avg_sq), does not amplify rounding."""
     largest = {what: max(numbers[what].abs().max() for numbers in theirs.values()) for what in MOMENTS}
     for name, ref in theirs.items():
         for moment in MOMENTS:

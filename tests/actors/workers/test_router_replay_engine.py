@@ -54,7 +54,7 @@ def test_replayed_routes_make_engine_and_trainer_the_same_model(ray_cluster, tmp
         world.push()
         again = world.sample_all(LONG_PROMPTS)
         assert np.all(np.less(mismatch(world, batch_of(again)), SAME))
-        before, after = (s[0][0].routes.fetch()[:40] for s in (sampled, again))  # of the same prompt
+        before, after = (s[0][0].routes.fetch()[:40] for s in (sampled, again))  # the same prompt
         assert np.mean(before != after) > 0.1
     finally:
         world.close()
@@ -143,7 +143,7 @@ def test_routes_that_are_lost_are_an_error_that_sends_the_run_to_its_checkpoint(
     rollout = replace(group_of([1.0], [2]).rollouts[0], routes=routes)
     handle = stored(rollout).routes
     assert handle.fetch().shape == (3, 2, 1)
-    assert handle.digest(2) == rollout.routes.digest(2) == handle.digests[2]  # of 3 + 1 - 2 tokens
+    assert handle.digest(2) == rollout.routes.digest(2) == handle.digests[2]  # 3 + 1 - 2 tokens
     assert handle.digest(1) == rollout.routes.digest(1) != handle.digest(2)
 
     def no_answer(reference, *, timeout):
