@@ -263,7 +263,7 @@ def pass_at_k(
     only right and wrong: order statistics replace the sampling of subsets.
 
     Unscored samples (not finite) leave the group and get 0. Groups with equal rewards also get 0, as do
-    groups with fewer than ``k`` + 1 scored samples, whose tries are all the same.
+    groups with fewer than ``k`` + 1 scored samples, which have one try or none.
 
     Raises:
         ValueError: ``k`` is below 1.

@@ -73,10 +73,6 @@ ROLLOUT = Kind("rollout function", "rollout.function", "grpo_dist.rollouts")
 ENVIRONMENT = Kind("environment", "data.environment", "grpo_dist.environments")
 REWARD = Kind("reward function", "rewards.functions.N.function", "grpo_dist.rewards")
 
-KINDS = (
-    ADVANTAGE, LOSS, KL, AGGREGATION, METRIC, SINK, SOURCE, ORDER, ROLLOUT, ENVIRONMENT, REWARD,
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class UserComponent:

@@ -17,7 +17,7 @@ from grpo_dist.config.rewards import FunctionConfig
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.group import named_columns
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import REWARDS, UserFunction, make
+from grpo_dist.rewards.registry import REWARDS, UserFunction, make, resolve_function
 from grpo_dist.runtime.hardware import available_cpus
 
 
@@ -47,7 +47,7 @@ def reward_problems(
             try:
                 make(spec).check(max_new_tokens=max_new_tokens)
             except ValueError as error:
-                yield f"{settings.functions_key(source)} {spec.label}: {error}"
+                yield _describe(settings, source, spec, error)
     if not custom:
         return
     with nullcontext(pool) if pool else GraderPool.from_config(settings, 1) as loading:
@@ -55,7 +55,24 @@ def reward_problems(
             try:
                 UserFunction(function, loading)
             except ValueError as error:
-                yield f"{settings.functions_key(source)}: {error}"
+                yield _describe(settings, source, function, error)
+
+
+def name_problems(settings: RewardsConfig) -> Iterator[str]:
+    """Yield a message for every reward that has an unknown name. Loads nothing."""
+    for source, rewards_of_source in settings.variants.items():
+        for function in rewards_of_source.functions:
+            try:
+                if function.function not in REWARDS:
+                    resolve_function(function.function)
+            except ValueError as error:
+                yield _describe(settings, source, function, error)
+
+
+def _describe(settings: RewardsConfig, source: str, function: FunctionConfig, error: ValueError) -> str:
+    """Return the message of ``error``, with the key, and the name that errors of built-in rewards lack."""
+    label = f" {function.label}" if function.function in REWARDS else ""
+    return f"{settings.functions_key(source)}{label}: {error}"
 
 
 def graded_problems(settings: RewardsConfig, advantage: str) -> Iterator[str]:
@@ -131,8 +148,7 @@ def column_problems(
         try:
             reward = UserFunction(function, pool) if pool else make(function)
         except ValueError as error:
-            key, label = settings.functions_key(source), "" if pool else f" {function.label}"
-            yield f"{key}{label}: {error}"
+            yield _describe(settings, source, function, error)
             continue
         missing = dict(_missing(function.label, reward.data_columns, rows, remedy, available))
         for column, problem in missing.items():

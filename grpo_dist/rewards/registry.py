@@ -80,14 +80,16 @@ def make(settings: FunctionConfig) -> Builtin:
 
 def resolve_function(function: str) -> str:
     """Return ``module:function`` of a user's reward. Raises ValueError if it is unknown or malformed."""
-    names = registered(REWARD)
     module, _, name = function.partition(":")
-    if function not in names and not (module and name):
+    if module and name:
+        return function
+    names = registered(REWARD)
+    if function not in names:
         raise ValueError(
             f"reward function {function!r}: expected one of {', '.join((*REWARDS, *names))}, or "
             "`module:function`, e.g. my_rewards:length"
         )
-    return function if name else resolve_target(REWARD, function)
+    return resolve_target(REWARD, function)
 
 
 @dataclass(frozen=True, slots=True)

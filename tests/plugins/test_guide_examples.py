@@ -15,7 +15,7 @@ from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.loop.metrics import own_metric
 from grpo_dist.observe.tracker import Tracker
-from grpo_dist.plugins import algorithm
+from grpo_dist.plugins import algorithm, user_code
 from grpo_dist.plugins.inputs import (
     AdvantageInputs,
     AggregationInputs,
@@ -23,13 +23,14 @@ from grpo_dist.plugins.inputs import (
     OrderInputs,
     PolicyLossInputs,
 )
-from grpo_dist.plugins.user_code import KINDS, ROLLOUT, load
+from grpo_dist.plugins.user_code import ORDER, ROLLOUT, Kind, load
 from grpo_dist.runs.trials import user_code_problems
 from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.documents import ROOT, blocks
 from tests.support.made_groups import group_of
 
+KINDS = [kind for kind in vars(user_code).values() if isinstance(kind, Kind)]
 GUIDE = ROOT / "grpo_dist/guides/write_your_own.md"
 EXAMPLES = [block.text for block in blocks(GUIDE) if block.file == "my_pieces.py"]
 (SHOWN,) = [yaml.safe_load(block.text) for block in blocks(GUIDE) if block.language == "yaml"]
@@ -125,7 +126,7 @@ def test_the_data_source(code):
 
 
 def test_the_order(code):
-    order = load(KINDS[7], "my_pieces:hardest_first", [code])
+    order = load(ORDER, "my_pieces:hardest_first", [code])
     prompts = fakes.prompts(5)
     rates = {"p1": (1.0, 2.0), "p2": (2.0, 2.0), "p3": (0.0, 2.0)}
     assert order(batch=0, count=4, prompts=prompts, pass_rates=rates) == [0, 3, 4, 1]

@@ -49,18 +49,10 @@ def check_rewards_known(config: Config) -> None:
     """Raise UserError for an unknown built-in reward, or one that conflicts with an estimator or another
     reward. User-supplied rewards may exist only on the cluster.
     """
-    from grpo_dist.rewards.checks import combination_problems, graded_problems  # imports numpy
-    from grpo_dist.rewards.registry import REWARDS, resolve_function
+    from grpo_dist.rewards.checks import combination_problems, graded_problems, name_problems  # imports numpy
 
-    for source, rewards in config.rewards.variants.items():
-        for reward in rewards.functions:
-            if reward.function not in REWARDS:
-                try:
-                    resolve_function(reward.function)
-                except ValueError as error:
-                    raise UserError(f"{config.rewards.functions_key(source)}: {error}") from None
     graded = (graded_problems(seen, advantage) for advantage, seen in config.rewards_by_estimator)
-    for problem in chain(*graded, combination_problems(config.rewards)):
+    for problem in chain(name_problems(config.rewards), *graded, combination_problems(config.rewards)):
         raise UserError(problem)
 
 
