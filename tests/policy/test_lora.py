@@ -34,6 +34,7 @@ from tests.support.real_ranks import (
     flat,
     loss_of_the_whole,
     relative,
+    running,
     start,
 )
 
@@ -210,18 +211,18 @@ def test_an_adapter_is_continued_and_stays_the_reference(
     requests = [(g.prompt, g.rollouts) for g in groups]
 
     async def run(*, resumed):
-        group = start(model_dir, worker=AdaptedWorker, lora=LORA, ranks=2, stage=stage, lr=1e-2)
-        await group.ready()
-        (initial, *_) = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
-        if resumed:
-            await group.load(tmp_path / "policy")
-        else:
-            await group.update(group.stage([made_groups.batch(seed=1)]))
-            await group.save(tmp_path / "policy")
-        reference = await group.base_logprobs(requests)
-        (weights, *_) = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
-        await group.export(tmp_path / f"model-{resumed}", tokenizer_dir=model_dir)
-        await group.shutdown()
+        async with running(
+            model_dir, worker=AdaptedWorker, lora=LORA, ranks=2, stage=stage, lr=1e-2
+        ) as group:
+            (initial, *_) = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
+            if resumed:
+                await group.load(tmp_path / "policy")
+            else:
+                await group.update(group.stage([made_groups.batch(seed=1)]))
+                await group.save(tmp_path / "policy")
+            reference = await group.base_logprobs(requests)
+            (weights, *_) = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
+            await group.export(tmp_path / f"model-{resumed}", tokenizer_dir=model_dir)
         return initial, weights, reference
 
     initial, weights, reference = asyncio.run(run(resumed=False))

@@ -18,7 +18,7 @@ from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.plan.models import model_of
 from tests.support import fakes, made_groups
 from tests.support.made_weights import write_run
-from tests.support.real_ranks import start
+from tests.support.real_ranks import running
 
 
 def quiet(message):
@@ -144,12 +144,10 @@ def test_the_weights_are_bit_by_bit_those_that_the_run_exports(
     checkpoint.mkdir(parents=True)
 
     async def trained():
-        group = start(tiny_model, **layout)
-        await group.ready()
-        await group.update(group.stage([made_groups.batch(seed=1)]))
-        await group.save(checkpoint / "policy")
-        await group.export(tmp_path / "exported", tokenizer_dir=tiny_model)
-        await group.shutdown()
+        async with running(tiny_model, **layout) as group:
+            await group.update(group.stage([made_groups.batch(seed=1)]))
+            await group.save(checkpoint / "policy")
+            await group.export(tmp_path / "exported", tokenizer_dir=tiny_model)
 
     asyncio.run(trained())
     config = fakes.config(

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -109,19 +110,26 @@ def start(
     return PolicyGroup(spec, actors, timeouts=TimeoutsConfig(), worker=worker)
 
 
+@asynccontextmanager
+async def running(model_dir, **how):
+    """Start ranks; shut them down at the end of the block."""
+    group = start(model_dir, **how)
+    await group.ready()
+    yield group
+    await group.shutdown()
+
+
 async def on_all(group, method, *arguments):
     return await asyncio.gather(*(getattr(rank, method).remote(*arguments) for rank in group.ranks))
 
 
 async def gradients_of(model_dir, batch, **how):
-    group = start(model_dir, **how)
-    await group.ready()
-    shared = how.get("shared", 1)
-    shards = [s for s in shard(batch, how["ranks"] // shared) for _ in range(shared)]
-    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, shards, strict=True)]
-    results = await asyncio.gather(*calls)
-    weights = (await on_all(group, "weights"))[0]
-    await group.shutdown()
+    async with running(model_dir, **how) as group:
+        shared = how.get("shared", 1)
+        shards = [s for s in shard(batch, how["ranks"] // shared) for _ in range(shared)]
+        calls = [r.gradients.remote(s) for r, s in zip(group.ranks, shards, strict=True)]
+        results = await asyncio.gather(*calls)
+        weights = (await on_all(group, "weights"))[0]
     return results[0], weights
 
 
@@ -158,22 +166,18 @@ async def two_updates(model_dir, directory=None, *, ranks=2, **how):
     """
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
     how = {"ranks": ranks, "micro_batch_tokens": 40, "worker": AdaptedWorker} | how
-    group = start(model_dir, **how)
-    await group.ready()
-    shards = zip(group.ranks, shard(first, ranks), strict=True)
-    (gradients, metrics), *_ = await asyncio.gather(*(r.gradients.remote(s) for r, s in shards))
+    async with running(model_dir, **how) as group:
+        shards = zip(group.ranks, shard(first, ranks), strict=True)
+        (gradients, metrics), *_ = await asyncio.gather(*(r.gradients.remote(s) for r, s in shards))
+        if directory is not None:
+            await group.save(directory)
+        await group.update(group.stage([second]))
+        weights, *_ = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
     if directory is not None:
-        await group.save(directory)
-    await group.update(group.stage([second]))
-    weights, *_ = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
-    await group.shutdown()
-    if directory is not None:
-        again = start(model_dir, **how)
-        await again.ready()
-        await again.load(directory)
-        await again.update(again.stage([second]))
-        same, *_ = await asyncio.gather(*(rank.weights.remote() for rank in again.ranks))
-        await again.shutdown()
+        async with running(model_dir, **how) as again:
+            await again.load(directory)
+            await again.update(again.stage([second]))
+            same, *_ = await asyncio.gather(*(rank.weights.remote() for rank in again.ranks))
         assert relative(flat(same), flat(weights)) < 1e-7
     return gradients, metrics, weights
 

@@ -10,7 +10,7 @@ import torch
 from grpo_dist.config import LoRAConfig, OffloadConfig
 from grpo_dist.policy.rank_memory import tensors_in
 from tests.support import made_groups
-from tests.support.real_ranks import OpenWorker, on_all, start
+from tests.support.real_ranks import OpenWorker, on_all, running
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
@@ -60,29 +60,27 @@ async def two_updates(model_dir, *, moves, **how):
     """Return the optimizer's class, the metrics of both updates and the weights at the end, with ``moves``
     between the two as in a step: what the push needs stays, then leaves, then all returns.
     """
-    group = start(model_dir, ranks=2, micro_batch_tokens=40, worker=MovingWorker, **how)
-    await group.ready()
-    kinds = set(await on_all(group, "optimizer"))
-    metrics = [await group.update(group.stage([made_groups.batch(seed=1)]))]
-    if moves:
-        whole = await on_all(group, "weights")  # also leaves ZeRO-3 nothing gathered
-        before = await on_all(group, "bytes_held")
-        await group.hold("weights")
-        assert [state for _, state in await on_all(group, "bytes_held")] == [0, 0]
-        pushed = await on_all(group, "weights")
-        await group.hold("nothing")
-        assert await on_all(group, "bytes_held") == [(0, 0)] * 2
-        await group.hold("weights")
-        assert [state for _, state in await on_all(group, "bytes_held")] == [0, 0]
-        pushed += await on_all(group, "weights")
-        await group.hold("all")
-        assert await on_all(group, "bytes_held") == before
-        returned = await on_all(group, "weights")
-        for ours in (*pushed, *returned):
-            assert all(torch.equal(ours[name], value) for name, value in whole[0].items())
-    metrics.append(await group.update(group.stage([made_groups.batch(seed=2)])))
-    weights = (await on_all(group, "weights"))[0]
-    await group.shutdown()
+    async with running(model_dir, ranks=2, micro_batch_tokens=40, worker=MovingWorker, **how) as group:
+        kinds = set(await on_all(group, "optimizer"))
+        metrics = [await group.update(group.stage([made_groups.batch(seed=1)]))]
+        if moves:
+            whole = await on_all(group, "weights")  # also leaves ZeRO-3 nothing gathered
+            before = await on_all(group, "bytes_held")
+            await group.hold("weights")
+            assert [state for _, state in await on_all(group, "bytes_held")] == [0, 0]
+            pushed = await on_all(group, "weights")
+            await group.hold("nothing")
+            assert await on_all(group, "bytes_held") == [(0, 0)] * 2
+            await group.hold("weights")
+            assert [state for _, state in await on_all(group, "bytes_held")] == [0, 0]
+            pushed += await on_all(group, "weights")
+            await group.hold("all")
+            assert await on_all(group, "bytes_held") == before
+            returned = await on_all(group, "weights")
+            for ours in (*pushed, *returned):
+                assert all(torch.equal(ours[name], value) for name, value in whole[0].items())
+        metrics.append(await group.update(group.stage([made_groups.batch(seed=2)])))
+        weights = (await on_all(group, "weights"))[0]
     return kinds, metrics, weights
 
 

@@ -4,7 +4,6 @@ of Ray's actors would import for seconds.
 
 import asyncio
 import math
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -33,7 +32,7 @@ from tests.support.real_ranks import (
     loss_of_the_whole,
     on_all,
     relative,
-    start,
+    running,
 )
 from tests.support.tiers import one_each, slow_after
 
@@ -56,15 +55,6 @@ def episodes():
 @pytest.fixture(scope="module")
 def reference(tiny_model, batch):
     return gradient_of_the_whole(tiny_model, batch)
-
-
-@asynccontextmanager
-async def running(model_dir, **how):
-    """Start ranks; shut them down at the end of the block."""
-    group = start(model_dir, **how)
-    await group.ready()
-    yield group
-    await group.shutdown()
 
 
 def same_weights(ours, theirs):

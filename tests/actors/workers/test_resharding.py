@@ -8,7 +8,7 @@ import torch
 from grpo_dist.config import LoRAConfig, OffloadConfig
 from grpo_dist.policy.saved_state import MOMENTS, WEIGHTS, SavedPolicy
 from tests.support import made_groups
-from tests.support.real_ranks import OpenWorker, on_all, start
+from tests.support.real_ranks import OpenWorker, on_all, running
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 FIRST, SECOND = (made_groups.batch(seed=seed) for seed in (1, 2))
@@ -39,16 +39,16 @@ def trained(model_dir, directory, *, load=None, **how):
     """
 
     async def session():
-        group = start(model_dir, worker=ReportingWorker, schedule="linear", warmup_steps=2, **how)
-        await group.ready()
-        await (group.load(load) if load else group.update(group.stage([FIRST])))
-        await group.save(directory / "first")
-        assert all(await on_all(group, "computes_with", directory / "first"))
-        await group.update(group.stage([SECOND]))
-        await group.save(directory / "second")
-        saved = [(await on_all(group, "saved", directory / name))[0] for name in ("first", "second")]
-        weights = await on_all(group, "weights")
-        await group.shutdown()
+        async with running(
+            model_dir, worker=ReportingWorker, schedule="linear", warmup_steps=2, **how
+        ) as group:
+            await (group.load(load) if load else group.update(group.stage([FIRST])))
+            await group.save(directory / "first")
+            assert all(await on_all(group, "computes_with", directory / "first"))
+            await group.update(group.stage([SECOND]))
+            await group.save(directory / "second")
+            saved = [(await on_all(group, "saved", directory / name))[0] for name in ("first", "second")]
+            weights = await on_all(group, "weights")
         assert all(torch.equal(rank[name], weights[0][name]) for rank in weights for name in rank)
         return saved
 

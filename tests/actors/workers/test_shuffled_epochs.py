@@ -10,7 +10,7 @@ from grpo_dist.batch.rows import redrawn, split_updates
 from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support import made_groups
 from tests.support.losses import change
-from tests.support.real_ranks import comparable, flat, on_all, relative, start
+from tests.support.real_ranks import comparable, flat, on_all, relative, running
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +38,9 @@ def test_two_ranks_train_on_the_updates_of_one_in_every_epoch(forked_ranks, tiny
     assert any({*u.row_ids.tolist()} not in firsts for epoch in later for u in epoch)
 
     async def step(later_epochs, **how):
-        group = start(tiny_model, algorithm=HOW[name], epochs=3, **how)
-        await group.ready()
-        metrics = await group.update(group.stage(updates, later_epochs=later_epochs))
-        weights = (await on_all(group, "weights"))[0]
-        await group.shutdown()
+        async with running(tiny_model, algorithm=HOW[name], epochs=3, **how) as group:
+            metrics = await group.update(group.stage(updates, later_epochs=later_epochs))
+            weights = (await on_all(group, "weights"))[0]
         return metrics, weights
 
     one, weights = asyncio.run(step(later, ranks=1, stage=0))
