@@ -5,10 +5,12 @@ import sys
 import pytest
 import wandb
 
+from grpo_dist.observe import trackers
 from grpo_dist.observe.completions import Table
 from grpo_dist.observe.tracker import Tracker
 from grpo_dist.observe.trackers import ShownConfig, WandbRun
 from tests.support import fakes
+from tests.support.patience import HANG_S
 from tests.support.services import history, offline_run
 
 TRACKING = {"console": False, "tensorboard": False, "wandb": "w"}
@@ -19,6 +21,8 @@ def offline(monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    for limit in ("_INIT_S", "_FINISH_S", "_CLOSE_S"):  # a busy machine needs minutes to open wandb
+        monkeypatch.setattr(trackers, limit, HANG_S)
 
 
 @pytest.mark.slow
