@@ -29,7 +29,7 @@ demo-short: $(READY)
 	$(BIN)/grpo-dist train configs/demo.yaml checkpoint.resume=never name=demo-short steps=4 \
 	    data.eval.0.max_rows=64 $(ARGS)
 
-# A real pretrained model: two-digit sums after three examples. On two quiet cores 18 to 25 minutes, and 16 GiB of memory.
+# A real pretrained model: two-digit sums after three examples. On two quiet cores 20 to 29 minutes, and 16 GiB of memory.
 demo-real: $(READY)
 	$(BIN)/grpo-dist train configs/smollm2_sums.yaml checkpoint.resume=never $(ARGS)
 

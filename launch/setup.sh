@@ -101,7 +101,7 @@ install_with_pip() {
 }
 
 install_with_uv || { # a third of pip's time
-    echo "uv is not to be had or cannot install: pip installs" >&2
+    echo "uv is unavailable or failed; installing with pip" >&2
     install_with_pip
 }
 if [ "$EXTRA" = cpu ]; then

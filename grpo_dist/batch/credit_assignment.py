@@ -86,7 +86,7 @@ class AdvantageSettings:
         ]
 
     @property
-    def own(self) -> UserCode:
+    def user_code(self) -> UserCode:
         """User-supplied components of the algorithm."""
         return UserCode.from_pieces(self.code_paths, self.algorithm.user_components)
 
@@ -124,7 +124,7 @@ def _sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> 
         inputs = {key: _INPUTS[key](groups, settings) for key in ADVANTAGE_INPUTS[name] if key in _INPUTS}
         advantages = ADVANTAGES[name](rewards, ids, **arguments, **inputs)
     else:
-        advantages = user_advantages(name, settings.own, _user_inputs(rewards, ids, groups, settings))
+        advantages = user_advantages(name, settings.user_code, _user_inputs(rewards, ids, groups, settings))
     follows = algorithm.advantage.whiten or algorithm.process or settings.kl_coef or settings.teacher_coef
     return [part.numpy() for part in (advantages if follows else advantages.float()).split(sizes)]
 
@@ -402,7 +402,7 @@ def _kl_to_go(batch: TrainBatch, settings: AdvantageSettings, samples: Int[Tenso
     assert stream.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
     sampled = torch.where(mask, stream.rollout_logprobs, 0.0).double()
     ref = torch.where(mask, stream.ref_logprobs, 0.0).double()
-    kl = kl_estimate(settings.algorithm.kl.estimator.name, settings.own, sampled, ref)
+    kl = kl_estimate(settings.algorithm.kl.estimator.name, settings.user_code, sampled, ref)
     kl = torch.where(mask, kl, 0.0)
     if settings.gamma < 1.0:
         return torch.where(mask, discounted_to_go(kl, mask, settings.gamma, samples), 0.0)

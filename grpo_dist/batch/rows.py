@@ -371,7 +371,7 @@ def rows_of_updates(
     return [np.flatnonzero(update_of == i) for i in range(num_updates)]
 
 
-def redrawn(batch: TrainBatch, *, num_groups: int, num_updates: int, seed: int) -> list[EpochUpdate]:
+def shuffle_updates(batch: TrainBatch, *, num_groups: int, num_updates: int, seed: int) -> list[EpochUpdate]:
     """Deal the groups of a step to the updates of an epoch in random order, by ``seed``."""
     order = np.random.default_rng(seed).permutation(num_groups)
     dealt = rows_of_updates(
@@ -390,7 +390,7 @@ def with_rows_of(update: EpochUpdate, other: TrainBatch, *, first_row: int) -> E
     )
 
 
-def regrouped(batches: Sequence[TrainBatch], update: EpochUpdate) -> TrainBatch:
+def select_update(batches: Sequence[TrainBatch], update: EpochUpdate) -> TrainBatch:
     """Return the rows of one rank's ``batches`` that belong to ``update``, in order."""
     parts = [
         batch.select(np.flatnonzero(np.isin(batch.row_ids.numpy(), update.row_ids)).tolist())

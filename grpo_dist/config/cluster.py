@@ -23,7 +23,7 @@ class TimeoutsConfig(Section):
     update_s: PositiveFloat = Field(1800.0, description="one step of the policy or of a reference worker")
     sync_s: PositiveFloat = Field(300.0, description="one weight sync")
     save_s: PositiveFloat = Field(1800.0, description="one checkpoint or export")
-    own_code_s: PositiveFloat = Field(60.0, description="one call of a user-supplied metric or prompt order")
+    user_code_s: PositiveFloat = Field(60.0, description="one call of a user-supplied metric or prompt order")
 
     @property
     def up_s(self) -> float:

@@ -90,7 +90,7 @@ def _message(error: Mapping[str, Any], place: KeyPlace) -> str:
         return f"{_SHOULD_BE}one of {', '.join(names)}, or a mapping with `{place.union[0].tag}`"
     message = _EXPECTED.get(error["type"])
     message = message.format(**error.get("ctx", {})) if message else str(error["msg"])
-    if place.union and error["type"] == "own_name":  # neither built in nor a name of user-supplied code
+    if place.union and error["type"] == "unknown_name":  # neither built in nor a name of user-supplied code
         return f"{_SHOULD_BE}{', '.join(names)} or {message.removeprefix(_SHOULD_BE)}"
     return message
 

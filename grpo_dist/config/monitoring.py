@@ -143,8 +143,8 @@ class CheckpointConfig(Section):
 
 
 class MetricConfig(Section):
-    """A user-supplied metric, logged as `own/<name>` after each step; `own/<name>/<key>` for each value of a
-    mapping.
+    """A user-supplied metric, logged as `user/<name>` after each step; `user/<name>/<key>` for each value of
+    a mapping.
     """
 
     name: str = Field(

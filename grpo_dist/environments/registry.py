@@ -64,7 +64,7 @@ def load_environment(name: str) -> type[Environment]:
     return attribute
 
 
-def own_environments(data: DataConfig) -> tuple[UserComponent, ...]:
+def user_environments(data: DataConfig) -> tuple[UserComponent, ...]:
     """Return user-supplied environments, and environments that a package registers by name."""
     names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
     agents = {_module_of_agent(str(name)) for name in names if str(name).startswith(AGENT)} - {""}

@@ -229,7 +229,7 @@ class Chores(StepChores):
             config.tracking.metrics,
             config.code_paths,
             recorder.warn,
-            limit_s=config.cluster.timeouts.own_code_s,
+            limit_s=config.cluster.timeouts.user_code_s,
         )
         self._concurrent: ConcurrentEvaluation | None = None
         if workers.evaluation is not None:

@@ -266,13 +266,13 @@ class UserMetrics:
         self._failed: set[str] = set()
 
     def __call__(self, inputs: MetricInputs) -> dict[str, float]:
-        """Return the metrics by name, with the prefix ``own/``."""
+        """Return the metrics by name, with the prefix ``user/``."""
         values: dict[str, float] = {}
         for metric in self._metrics:
             if metric.label in self._hung:
                 continue
             measure = partial(
-                own_metric, metric.function, self._code_paths, metric.kwargs, inputs, metric.label
+                user_metric, metric.function, self._code_paths, metric.kwargs, inputs, metric.label
             )
             what = f"metric {metric.name or metric.function}"
             try:
@@ -290,15 +290,15 @@ class UserMetrics:
         return values
 
 
-def own_metric(
+def user_metric(
     name: str, code_paths: Sequence[str], kwargs: Mapping[str, Any], inputs: MetricInputs, label: str
 ) -> dict[str, float]:
-    """Call the function ``name``: 0.5 -> {"own/LABEL": 0.5}, {"a": 1} -> {"own/LABEL/a": 1.0}. Raises
+    """Call the function ``name``: 0.5 -> {"user/LABEL": 0.5}, {"a": 1} -> {"user/LABEL/a": 1.0}. Raises
     ValueError or TypeError for a result that is neither a number nor numbers by name.
     """
     measure = load(METRIC, name, code_paths)
     with failures_named(METRIC, name):
         value = call(measure, inputs, kwargs)
     if isinstance(value, Mapping):
-        return {f"own/{label}/{key}": float(each) for key, each in value.items()}
-    return {f"own/{label}": float(value)}
+        return {f"user/{label}/{key}": float(each) for key, each in value.items()}
+    return {f"user/{label}": float(value)}

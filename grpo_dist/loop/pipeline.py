@@ -367,7 +367,7 @@ def build_order(
     if isinstance(data.order, PassRateOrderConfig):
         return Curriculum(uids_of(prompts), admission.per_draw, seed=seed, rates=state.pass_rates)
     if isinstance(data.order, UserOrderConfig):
-        user_order, limit_s = (data.order, config.code_paths), config.cluster.timeouts.own_code_s
+        user_order, limit_s = (data.order, config.code_paths), config.cluster.timeouts.user_code_s
         return UserOrder(
             prompts, admission.per_draw, *user_order, seed=seed, rates=state.pass_rates, limit_s=limit_s
         )

@@ -122,7 +122,7 @@ class Staging:
         self, step: int, batch: ScoredBatch, kl_coef: float, score_norms: Tensor | None = None
     ) -> Staged:
         """Stage in a thread, so that the loop keeps admitting and receiving groups."""
-        from grpo_dist.batch.rows import regrouped
+        from grpo_dist.batch.rows import select_update
         from grpo_dist.loop.updates import make_updates, reward_moments, step_demonstrations
 
         config, tracking = self._config, self._config.tracking
@@ -139,7 +139,7 @@ class Staging:
             score_norms=score_norms,
         )
         counted = [update.drop_candidates() for update in updates]
-        later = [regrouped(counted, update) for epoch in later_epochs for update in epoch]
+        later = [select_update(counted, update) for epoch in later_epochs for update in epoch]
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None

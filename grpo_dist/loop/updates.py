@@ -27,8 +27,8 @@ from grpo_dist.batch.credit_assignment import (
 from grpo_dist.batch.rows import (
     count_denominators,
     make_batch,
-    redrawn,
     rows_of_updates,
+    shuffle_updates,
     split_updates,
     with_demonstrations,
     with_rows_of,
@@ -149,7 +149,7 @@ def _deal_rows(
     count = settings.updates_per_step
     epochs = range(1, settings.epochs_per_batch if settings.shuffle_epochs else 1)
     seeds = [derived_seed(seed, f"updates of epoch {epoch}") for epoch in epochs]
-    later = [redrawn(batch, num_groups=num_groups, num_updates=count, seed=s) for s in seeds]
+    later = [shuffle_updates(batch, num_groups=num_groups, num_updates=count, seed=s) for s in seeds]
     ids = batch.group_ids.numpy()
     return rows_of_updates(ids, num_groups=num_groups, num_updates=count), later
 

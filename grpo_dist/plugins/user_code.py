@@ -130,7 +130,7 @@ def resolve_target(kind: Kind, name: str) -> str:
         module, _, attribute = name.partition(":")
         if all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
             return name
-        raise ValueError(f"{name!r}: expected `module:name`, e.g. my_pieces:mine")
+        raise ValueError(f"{name!r}: expected `module:name`, e.g. my_components:mine")
     points = registered(kind).get(name, [])
     if len(points) == 1:
         return points[0].value.partition("[")[0].replace(" ", "")
@@ -163,7 +163,9 @@ def _checked(kind: Kind, name: str) -> str:
         expected = "`module:name` from `code_paths`"
         if ":" not in name:
             expected += f", or a name that one installed package registers in {kind.group}"
-        raise PydanticCustomError("own_name", "Input should be {expected}", {"expected": expected}) from error
+        raise PydanticCustomError(
+            "unknown_name", "Input should be {expected}", {"expected": expected}
+        ) from error
     return name
 
 
@@ -300,7 +302,7 @@ def call_in_time(
         if done.done():  # raised by the function
             raise
         raise TimeoutError(
-            f"{what} did not return within `cluster.timeouts.own_code_s` = {limit_s:g} s; {remedy}"
+            f"{what} did not return within `cluster.timeouts.user_code_s` = {limit_s:g} s; {remedy}"
         ) from error
 
 

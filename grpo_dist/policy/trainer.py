@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
-from grpo_dist.batch.rows import regrouped
+from grpo_dist.batch.rows import select_update
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import ModelConfig, PolicyConfig
 from grpo_dist.health import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bound, passed
@@ -152,7 +152,7 @@ class Trainer:
             prepare.prepare_step(b, algorithm, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)
         ]
         # A generator, because each is a copy of its rows.
-        later = (regrouped(first, update_rows) for epoch in later_epochs for update_rows in epoch)
+        later = (select_update(first, update_rows) for epoch in later_epochs for update_rows in epoch)
         plan = chain(first, later) if later_epochs else first * self._epochs
         self.token_logprobs = {}
         has_old = not algorithm.correction.bypasses

@@ -30,7 +30,7 @@ from grpo_dist.config.differences import drop, flat, has_place
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
 from grpo_dist.data.columns import Prompts, column, digest_parts
-from grpo_dist.environments.registry import own_environments
+from grpo_dist.environments.registry import user_environments
 from grpo_dist.plugins.user_code import METRIC, SINK, UserComponent, code_digest
 from grpo_dist.rewards.registry import user_rewards
 from grpo_dist.types import Prompt
@@ -294,11 +294,11 @@ def digest_run_code(
     """Return `code_digest` of all components that determine the numbers of a run: not of metrics and sinks.
     ``components``: `Config.user_components`.
     """
-    user_code = [*components, *user_rewards(rewards), *own_environments(data)]
+    user_code = [*components, *user_rewards(rewards), *user_environments(data)]
     return code_digest([c for c in user_code if c.kind not in (METRIC, SINK)], rewards.code_paths)
 
 
 def digest_sampling_code(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
     """Return `code_digest` of the components that determine samples of a model and their rewards."""
-    user_code = [*rollout.user_components, *user_rewards(rewards), *own_environments(data)]
+    user_code = [*rollout.user_components, *user_rewards(rewards), *user_environments(data)]
     return code_digest(user_code, rewards.code_paths)

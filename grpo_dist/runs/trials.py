@@ -31,7 +31,7 @@ from grpo_dist.environments.runner import Description, EnvironmentProbe, Episode
 from grpo_dist.environments.tools import CODE, resolve_format
 from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.errors import Refused, count_failures, raised, refuse
-from grpo_dist.loop.metrics import own_metric
+from grpo_dist.loop.metrics import user_metric
 from grpo_dist.plugins.algorithm import (
     UserCode,
     kl_estimate,
@@ -576,7 +576,7 @@ def _try(component: UserComponent, code_paths: Sequence[str], tokenizer: Any) ->
         _TRIALS[kind](name, UserCode.from_pieces(code_paths, [component]))
     elif kind is METRIC:
         inputs = MetricInputs(1, _trial_groups(), {"reward/mean": 0.5})
-        own_metric(name, code_paths, component.kwargs, inputs, "trial")
+        user_metric(name, code_paths, component.kwargs, inputs, "trial")
     elif kind is SINK:
         if absent := [method for method in ("log", "table", "close") if not hasattr(function, method)]:
             raise ValueError(f"sink {name} has no method `{absent[0]}`; expected log, table and close")

@@ -8,7 +8,7 @@ import torch
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.batch.rows import redrawn, regrouped, split_updates
+from grpo_dist.batch.rows import select_update, shuffle_updates, split_updates
 from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
@@ -38,7 +38,7 @@ def test_every_epoch_has_every_row_once_in_whole_groups_with_their_own_denominat
     batch = make(groups=GROUPS)
     epochs = []
     for seed in range(5):
-        epoch = redrawn(batch, num_groups=GROUPS, num_updates=UPDATES, seed=seed)
+        epoch = shuffle_updates(batch, num_groups=GROUPS, num_updates=UPDATES, seed=seed)
         assert sorted(np.concatenate([u.row_ids for u in epoch]).tolist()) == batch.row_ids.tolist()
         groups = [set(batch.group_ids[torch.from_numpy(u.row_ids)].tolist()) for u in epoch]
         assert [len(ids) for ids in groups] == [GROUPS // UPDATES] * UPDATES
@@ -58,8 +58,8 @@ def test_ranks_regroup_their_rows_to_the_same_updates(ranks):
     batch = made_groups.episode_batch(groups=GROUPS)
     updates = split_updates(batch, num_groups=GROUPS, num_updates=UPDATES)
     by_rank = list(zip(*(shard(update, ranks) for update in updates), strict=True))
-    for update in redrawn(batch, num_groups=GROUPS, num_updates=UPDATES, seed=1):
-        parts = [regrouped(rows, update) for rows in by_rank]
+    for update in shuffle_updates(batch, num_groups=GROUPS, num_updates=UPDATES, seed=1):
+        parts = [select_update(rows, update) for rows in by_rank]
         merged = {row: values for part in parts for row, values in by_id(part).items()}
         whole = by_id(batch)
         assert merged == {row: whole[row] for row in update.row_ids.tolist()}
@@ -84,10 +84,10 @@ def test_the_gradient_of_an_epoch_without_denominators_does_not_depend_on_the_gr
         return logprobs.grad
 
     updates = split_updates(whole, num_groups=GROUPS, num_updates=UPDATES)
-    epoch = redrawn(batch, num_groups=GROUPS, num_updates=UPDATES, seed=3)
+    epoch = shuffle_updates(batch, num_groups=GROUPS, num_updates=UPDATES, seed=3)
     expected = gradient([whole])
     assert expected.any()
-    torch.testing.assert_close(gradient([regrouped(updates, u) for u in epoch]), expected)
+    torch.testing.assert_close(gradient([select_update(updates, u) for u in epoch]), expected)
 
 
 def configured(**changes):
@@ -124,7 +124,7 @@ def test_the_needed_tokens_cover_all_epochs():
     for step in range(6):
         config = configured()
         updates, later = make_updates(config, scored(*groups), step, kl_coef=0.0)
-        every = [*updates, *(regrouped(updates, update) for epoch in later for update in epoch)]
+        every = [*updates, *(select_update(updates, update) for epoch in later for update in epoch)]
         computed = [stream_of(update) for update in every]
         staged = Staging(config, fakes.World(), Moments())._stage(step, ScoredBatch(scored(*groups)), 0.0)
         assert staged.needed_tokens == pytest.approx(sum(computed) / len(every))
@@ -161,7 +161,7 @@ def test_demonstrations_and_teacher_log_probs_stay_with_their_update(top_k):
     updates = [batch, replace(batch, row_ids=batch.row_ids + 100)]
     rows = [batch.row_ids.numpy()[::2], batch.row_ids.numpy()[1::2] + 100]
     for part in rows:
-        update = regrouped(updates, made_update(np.concatenate(rows), demonstrated=7.0))
+        update = select_update(updates, made_update(np.concatenate(rows), demonstrated=7.0))
         assert set(part.tolist()) <= set(update.row_ids.tolist()) and update.denominators.demonstrated == 7.0
         assert update.demonstrated.shape == update.tokens.shape
         for row in update.row_ids.tolist() if top_k else ():

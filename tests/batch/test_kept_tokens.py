@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_dist.batch.rows import redrawn, regrouped, split_updates, with_demonstrations
+from grpo_dist.batch.rows import select_update, shuffle_updates, split_updates, with_demonstrations
 from grpo_dist.environments.dialogue import Dialogue
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.observe.samples import write_groups
@@ -70,7 +70,7 @@ def test_a_batch_its_updates_and_later_epochs_have_the_masks_of_their_rows():
     assert len(rows) > sum(len(g.rollouts) for g in groups) and None in rows
     assert all(map(same, batch.kept, rows))
     updates = split_updates(batch, num_groups=3, num_updates=3)
-    later = [regrouped(updates, u) for u in redrawn(batch, num_groups=3, num_updates=3, seed=1)]
+    later = [select_update(updates, u) for u in shuffle_updates(batch, num_groups=3, num_updates=3, seed=1)]
     for part in (*shard(batch, 2), *updates, *later):
         assert all(same(kept, rows[row]) for kept, row in zip(part.kept, part.row_ids.tolist(), strict=True))
     both = with_demonstrations(batch, made_groups.demonstrations(3), first_row=len(batch))

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.evidence, pytest.mark.timeout(3600)]
 
 def overrides(directory) -> list[str]:
     """Return the configuration of the guide as overrides; write its module to ``directory``."""
-    (directory / "my_pieces.py").write_text("\n\n".join(EXAMPLES))
+    (directory / "my_components.py").write_text("\n\n".join(EXAMPLES))
     settings = {key: value for key, value in SHOWN.items() if key != "data"}
     settings |= {"code_paths": [str(directory)], "data.train": SHOWN["data"]["train"]}
     words = [f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()}"
@@ -48,13 +48,13 @@ def test_a_stopped_run_of_user_components_resumes_with_the_same_numbers(tmp_path
     assert rows == read_samples(parts) and len(rows) == 3 * 4 * 4
     # The rollout function inserted a token into every sample long enough; the policy sampled the others.
     assert any(row["sampled"] and row["sampled"].count(False) == 1 for row in rows)
-    assert all(0 < line["own/spread"] <= 2 for line in lines[:1]) and "ref/kl" in lines[0]
+    assert all(0 < line["user/spread"] <= 2 for line in lines[:1]) and "ref/kl" in lines[0]
     assert lines[0]["mismatch/logprob_diff_max"] < 1e-4  # also in samples with inserted tokens
     written = (whole / "runs/run/lines.txt").read_text()
-    assert "1 own/spread " in written and "3 own/spread " in written
+    assert "1 user/spread " in written and "3 user/spread " in written
     # Changed code is another run.
     words = [*overrides(parts), f"output_dir={parts / 'runs'}"]  # writes the module
-    with (parts / "my_pieces.py").open("a") as file:
+    with (parts / "my_components.py").open("a") as file:
         file.write("\n# changed\n")
     assert main(["train", str(parts / "config.yaml"), *words]) == 2
-    assert "my_pieces.py (changed)" in capsys.readouterr().err
+    assert "my_components.py (changed)" in capsys.readouterr().err

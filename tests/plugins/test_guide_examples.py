@@ -13,7 +13,7 @@ from grpo_dist.data.readers import read
 from grpo_dist.data.tasks import environment_problems
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.user_rollout import UserRollout
-from grpo_dist.loop.metrics import own_metric
+from grpo_dist.loop.metrics import user_metric
 from grpo_dist.observe.tracker import Tracker
 from grpo_dist.plugins import algorithm, user_code
 from grpo_dist.plugins.inputs import (
@@ -32,7 +32,7 @@ from tests.support.made_groups import group_of
 
 KINDS = [kind for kind in vars(user_code).values() if isinstance(kind, Kind)]
 GUIDE = ROOT / "grpo_dist/guides/write_your_own.md"
-EXAMPLES = [block.text for block in blocks(GUIDE) if block.file == "my_pieces.py"]
+EXAMPLES = [block.text for block in blocks(GUIDE) if block.file == "my_components.py"]
 (SHOWN,) = [yaml.safe_load(block.text) for block in blocks(GUIDE) if block.language == "yaml"]
 
 
@@ -53,7 +53,7 @@ class Letters:
 @pytest.fixture(scope="module")
 def code(tmp_path_factory) -> str:
     directory = tmp_path_factory.mktemp("guide")
-    (directory / "my_pieces.py").write_text("\n\n".join(EXAMPLES))
+    (directory / "my_components.py").write_text("\n\n".join(EXAMPLES))
     return str(directory)
 
 
@@ -77,7 +77,7 @@ def test_the_estimator(code):
     ids = torch.tensor([0, 0, 0, 1, 1])
     inputs = AdvantageInputs(rewards, ids, torch.ones(5), torch.zeros(5, dtype=torch.bool), {}, {})
     user_code = algorithm.UserCode([code], {"advantage": {"scale": 2.0}})
-    advantages = algorithm.user_advantages("my_pieces:median", user_code, inputs)
+    advantages = algorithm.user_advantages("my_components:median", user_code, inputs)
     assert advantages.tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
 
 
@@ -85,31 +85,31 @@ def test_the_loss(code):
     logprobs = torch.tensor([[0.5, 0.0]], requires_grad=True)
     zero, mask = torch.zeros(1, 2), torch.tensor([[True, False]])
     inputs = PolicyLossInputs(logprobs, zero, zero, torch.tensor([[2.0, 9.0]]), mask)
-    losses, _ = algorithm.user_policy_loss("my_pieces:squared", algorithm.UserCode([code]), inputs)
+    losses, _ = algorithm.user_policy_loss("my_components:squared", algorithm.UserCode([code]), inputs)
     assert losses.tolist() == [[pytest.approx(-2 * np.exp(0.5) + 0.1 * 0.25), 0.0]]
 
 
 def test_the_kl_and_the_aggregation(code):
     user_code, logprobs = algorithm.UserCode([code]), torch.tensor([[1.0, 3.0]])
-    kl = algorithm.kl_estimate("my_pieces:absolute", user_code, logprobs, torch.tensor([[2.0, 1.0]]))
+    kl = algorithm.kl_estimate("my_components:absolute", user_code, logprobs, torch.tensor([[2.0, 1.0]]))
     assert kl.tolist() == [[1.0, 2.0]]
     mask = torch.tensor([[True] * 4, [True, False, False, False]])
     inputs = AggregationInputs(
         torch.full((2, 4), 3.0), mask, 5.0, 2.0, 8, torch.tensor([4, 1]), 1.0, torch.tensor([5, 5])
     )
-    loss = algorithm.user_aggregation("my_pieces:by_root_length", user_code, inputs)
+    loss = algorithm.user_aggregation("my_components:by_root_length", user_code, inputs)
     assert loss.item() == (12 / 2 + 3) / 2
 
 
 def test_the_metric(code):
     groups = [group_of([1.0, 0.0], [1, 2]), group_of([0.5, 0.5], [1, 2])]
-    metrics = own_metric("my_pieces:spread", (code,), {}, MetricInputs(3, groups, {}), "spread")
-    assert metrics == {"own/spread": 0.5}
+    metrics = user_metric("my_components:spread", (code,), {}, MetricInputs(3, groups, {}), "spread")
+    assert metrics == {"user/spread": 0.5}
 
 
 def test_the_sink(code, tmp_path):
     quiet = {"console": False, "tensorboard": False}
-    sinks = [{"function": "my_pieces:Lines", "kwargs": {"file": "own.txt"}}]
+    sinks = [{"function": "my_components:Lines", "kwargs": {"file": "own.txt"}}]
     config = fakes.config(code_paths=[code], tracking=quiet | {"sinks": sinks})
     with Tracker(config, tmp_path) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
@@ -117,16 +117,17 @@ def test_the_sink(code, tmp_path):
 
 
 def test_the_data_source(code):
-    source = DataSourceConfig(path="my_pieces:sums", kwargs={"count": 3}, max_rows=2)
+    source = DataSourceConfig(path="my_components:sums", kwargs={"count": 3}, max_rows=2)
     problems = environment_problems(DataConfig(train=(source,)), EnvironmentsConfig(code_paths=(code,)))
     rows = [(row.problem, row.answer, row.source, row.location) for row in read(source, problems)]
     assert rows == [
-        ("1+3=", "4", "sums", "my_pieces:sums/train:1"), ("2+4=", "6", "sums", "my_pieces:sums/train:2"),
+        ("1+3=", "4", "sums", "my_components:sums/train:1"),
+        ("2+4=", "6", "sums", "my_components:sums/train:2"),
     ]  # fmt: skip
 
 
 def test_the_order(code):
-    order = load(ORDER, "my_pieces:hardest_first", [code])
+    order = load(ORDER, "my_components:hardest_first", [code])
     prompts = fakes.prompts(5)
     rates = {"p1": (1.0, 2.0), "p2": (2.0, 2.0), "p3": (0.0, 2.0)}
     assert order(batch=0, count=4, prompts=prompts, pass_rates=rates) == [0, 3, 4, 1]
@@ -141,7 +142,7 @@ def test_the_rollout_function(code):
         count = min(most, 2)
         return Generation([97] * count, np.full(count, -0.5, np.float32), np.full(count, 7, np.int32), "stop")
 
-    name = "my_pieces:think_twice"
+    name = "my_components:think_twice"
     function = UserRollout(name, load(ROLLOUT, name, [code]), {"hint": "3"})
     (prompt,) = fakes.prompts(1)
     rollout = asyncio.run(function.sample(prompt, 2, 11, Sampling(max_new_tokens=6), generate, Letters()))

@@ -26,7 +26,7 @@ def user_dir(tmp_path):
     (code / "own_loss.py").write_text(LOSS)
     (code / "helper_of_loss.py").write_text("import json\n")
     (code / "unused.py").write_text("")
-    (code / "own_metric.py").write_text("def f(step):\n    return step\n")
+    (code / "user_metric.py").write_text("def f(step):\n    return step\n")
     (code / "package_of_rewards/__init__.py").write_text("def f(completion):\n    return 1.0\n")
     return code
 
@@ -36,7 +36,7 @@ def config(code, **changes) -> Config:
         "code_paths": [str(code)],
         "algorithm": {"loss": "own_loss:f"},
         "rewards": {"functions": [{"function": "package_of_rewards:f"}]},
-        "tracking": {"metrics": [{"function": "own_metric:f"}]},
+        "tracking": {"metrics": [{"function": "user_metric:f"}]},
     }
     return fakes.config(**sections | changes)
 
@@ -152,7 +152,7 @@ def test_a_resumed_run_with_other_code_is_refused_unless_it_may(user_dir, tmp_pa
     checkpoint = save_checkpoint(config(user_dir), tmp_path)
     assert load_state(checkpoint, config(user_dir)).step == 1
     assert other_code(checkpoint, digest(config(user_dir))) == ""
-    (user_dir / "own_metric.py").write_text("def f(step):\n    return 2.0 * step\n")
+    (user_dir / "user_metric.py").write_text("def f(step):\n    return 2.0 * step\n")
     assert load_state(checkpoint, config(user_dir)).step == 1  # a metric determines no number of the run
     (user_dir / "helper_of_loss.py").write_text("import math\n")
     with pytest.raises(

@@ -37,7 +37,7 @@ def test_every_file_has_one_row_and_every_row_a_file():
 
 
 @pytest.mark.parametrize("thread", REQUIRED)
-def test_the_bugs_that_began_the_museum_are_in_it(thread):
+def test_the_first_bugs_are_in_it(thread):
     assert [row[-1] for row in ROWS if thread in THREAD.findall(row[0])], thread
 
 

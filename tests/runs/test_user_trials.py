@@ -206,13 +206,13 @@ def test_two_uses_of_one_metric_have_names_of_their_own(code):
     tracking = fakes.config(code_paths=[code], tracking={"metrics": named}).tracking
     metrics = UserMetrics(tracking.metrics, (code,), pytest.fail, limit_s=HANG_S)
     assert metrics(MetricInputs(2, [], {})) == {
-        "own/times/a": 2.0, "own/times/b": 4.0, "own/thrice/a": 6.0, "own/thrice/b": 12.0,
+        "user/times/a": 2.0, "user/times/b": 4.0, "user/thrice/a": 6.0, "user/thrice/b": 12.0,
     }  # fmt: skip
     message = r"two have the name times, and each would overwrite the other; set `name` on one"
     for other in (unnamed, {"function": "other_pieces:times"}, {"name": "times", "function": "math:fsum"}):
         with pytest.raises(ValueError, match=message):
             fakes.config(tracking={"metrics": [named[0], other]})
-    with pytest.raises(ValueError, match="pattern"):  # own/a/b comes from a mapping
+    with pytest.raises(ValueError, match="pattern"):  # user/a/b comes from a mapping
         fakes.config(tracking={"metrics": [{"name": "a/b", "function": "math:fsum"}]})
 
 
@@ -234,11 +234,11 @@ def test_a_metric_that_hangs_is_one_warning_and_is_not_called_again(code):
     hanging = UserMetrics(settings[:1], (code,), warnings.append, limit_s=0.5)
     assert hanging(MetricInputs(1, [], {})) == {} == hanging(MetricInputs(2, [], {}))
     assert warnings == [
-        "metric tried_pieces:endless did not return within `cluster.timeouts.own_code_s` = 0.5 s; the run "
+        "metric tried_pieces:endless did not return within `cluster.timeouts.user_code_s` = 0.5 s; the run "
         "continues without it (step 1)"
     ]
     second_metric = UserMetrics(settings[1:], (code,), warnings.append, limit_s=HANG_S)
-    first, second = (second_metric(MetricInputs(step, [], {}))["own/calls"] for step in (2, 3))
+    first, second = (second_metric(MetricInputs(step, [], {}))["user/calls"] for step in (2, 3))
     assert second == first + 1 and len(warnings) == 1
 
 
@@ -253,7 +253,7 @@ def trained_with_answers(function, kind, directory, **sections):
         "def order(prompts, count, batch):\n    assert answer()\n    return range(batch, batch + count)\n"
     )
     config = fakes.config(
-        steps=2, code_paths=[str(directory)], cluster={"timeouts": {"own_code_s": HANG_S}}, **sections
+        steps=2, code_paths=[str(directory)], cluster={"timeouts": {"user_code_s": HANG_S}}, **sections
     )
     module = loading.load(kind, f"{function}:metric", [str(directory)]).__globals__
     world = fakes.World()
@@ -274,7 +274,7 @@ def trained_with_answers(function, kind, directory, **sections):
 def test_a_run_goes_on_sampling_while_a_metric_is_computed(tmp_path):
     settings = {"metrics": [{"function": "asking_metric:metric"}]}
     world = trained_with_answers("asking_metric", METRIC, tmp_path, tracking=settings)
-    assert [world.logged[step]["own/metric"] for step in (1, 2)] == [1.0, 1.0] and world.warnings == []
+    assert [world.logged[step]["user/metric"] for step in (1, 2)] == [1.0, 1.0] and world.warnings == []
 
 
 def test_a_run_goes_on_sampling_while_a_prompt_order_chooses(tmp_path):
@@ -288,7 +288,7 @@ def test_a_prompt_order_that_hangs_ends_the_run_with_its_name_and_the_key(code):
     named = UserOrderConfig(name="tried_pieces:endless_order")
     order = UserOrder(fakes.prompts(6), 2, named, (code,), seed=0, rates={}, limit_s=0.5)
     with pytest.raises(ValueError, match=r"batch 3: prompt order tried_pieces:endless_order did not return "
-                       r"within `cluster\.timeouts\.own_code_s` = 0\.5 s; correct it"):  # fmt: skip
+                       r"within `cluster\.timeouts\.user_code_s` = 0\.5 s; correct it"):  # fmt: skip
         order.take(3)
 
 

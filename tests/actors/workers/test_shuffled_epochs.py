@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_dist.batch.rows import redrawn, split_updates
+from grpo_dist.batch.rows import shuffle_updates, split_updates
 from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support import made_groups
 from tests.support.losses import change
@@ -33,7 +33,7 @@ def test_two_ranks_train_on_the_updates_of_one_in_every_epoch(forked_ranks, tiny
     engine = torch.where(batch.policy.mask, -6 + 0.1 * noise, 0.0)
     batch = change(batch, policy={"rollout_logprobs": engine})
     updates = split_updates(batch, num_groups=4, num_updates=2)
-    later = [redrawn(batch, num_groups=4, num_updates=2, seed=seed) for seed in (1, 4)]
+    later = [shuffle_updates(batch, num_groups=4, num_updates=2, seed=seed) for seed in (1, 4)]
     firsts = [set(u.row_ids.tolist()) for u in updates]
     assert any({*u.row_ids.tolist()} not in firsts for epoch in later for u in epoch)
 
