@@ -21,6 +21,7 @@ preset made in other sections. Values on the command line apply to the result, i
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
@@ -68,7 +69,9 @@ def is_override(text: str) -> bool:
     """Return whether a command-line argument is ``key=value`` or ``+algorithm=PRESET``, and not the path of
     an existing file that contains "=".
     """
-    return _OVERRIDE.match(text) is not None and not Path(text).exists()
+    return _OVERRIDE.match(text) is not None and not os.path.exists(
+        text
+    )  # unlike Path, False for a name that is too long
 
 
 def apply_overrides(tree: DictConfig, overrides: Sequence[str], path: Path) -> DictConfig:
@@ -160,12 +163,12 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     bases, settings = _split_bases(loaded, path)
     parts = [read_tree(_base_file(path, base), (*seen, resolved)) for base in bases]
     try:
-        return reduce(_merged, [*parts, settings])
+        return reduce(merge, [*parts, settings])
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be merged with its `defaults`: {parser_reason(error)}") from error
 
 
-def _merged(base: DictConfig, over: DictConfig) -> DictConfig:
+def merge(base: DictConfig, over: DictConfig) -> DictConfig:
     """Return ``over`` merged into ``base``; changes neither."""
     plain = [OmegaConf.to_container(tree, resolve=False) for tree in (base, over)]
     merged = OmegaConf.merge(*map(OmegaConf.create, _fit_unions(*plain)))
@@ -280,7 +283,7 @@ def _apply_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
     if isinstance(before, dict) and (former := presets.get(str(before.get("preset")))) is not None:
         plain = _less(plain, OmegaConf.to_container(read_tree(former), resolve=False))
     try:
-        return _merged(OmegaConf.create(plain), preset)
+        return merge(OmegaConf.create(plain), preset)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be merged with {override}: {parser_reason(error)}") from error
 
@@ -328,8 +331,8 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
         if after != before:
             OmegaConf.update(tree, section, after[section], merge=False)
         value = reduce(lambda outer, part: outer[part], [section, *rest], over)
-        merge = len(value) > 0 if isinstance(value, Mapping) else True
-        OmegaConf.update(tree, key, value, merge=merge)
+        is_empty = isinstance(value, Mapping) and not value
+        OmegaConf.update(tree, key, value, merge=not is_empty)
     except (OmegaConfBaseException, TypeError, AttributeError, ValueError, LookupError) as error:
         raise ConfigError(f"{where}: {parser_reason(error)}{_describe_lists(tree, key)}") from error
 

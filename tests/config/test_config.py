@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from grpo_dist.config.files import ConfigError, dump_config, load_config
+from grpo_dist.config.files import ConfigError, dump_config, is_override, load_config
 from grpo_dist.runs.identity import changes
 from grpo_dist.tools.submit.code import resolved as sent
 from tests.support.good_inputs import PRESET_NEEDS
@@ -101,6 +101,14 @@ def test_a_preset_replaces_the_algorithm_and_merges_the_rest(base):
     assert (config.algorithm.loss.name, config.algorithm.loss.tau_negative) == ("sapo", 1.5)
     assert config.steps == 5
     assert load_config(base, ["+algorithm=gspo"]).batch.updates_per_step == 4
+
+
+def test_a_long_override_is_not_taken_for_the_name_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seed=1").write_text("")
+    assert (
+        is_override("data.instruction=" + 300 * "a") and is_override("seed=2") and not is_override("seed=1")
+    )
 
 
 def test_interpolations_follow_the_overrides_behind_a_preset(base):

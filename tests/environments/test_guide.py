@@ -109,7 +109,7 @@ def test_check_shows_the_environment_that_answers_in_batches(
     ("return Step(reward=1.0, done=True)", "return 1.0", ["trial action failed", "a float, expected a Step"]),
     ("import calculator", "import abacus", ["`games` cannot be imported", "abacus", "code_paths"]),
     ("class Guess(Environment)", "class Guess", ["not a subclass of Environment"]),
-    ("tools = [calculator]", "tools = [int]", ["environment games:Guess: tool `int` is no function"]),
+    ("tools = [calculator]", "tools = [int]", ["environment games:Guess: tool `int` is not a function"]),
 ], 2))  # fmt: skip
 def test_what_is_wrong_with_an_environment_is_reported_before_a_run(
     here: Path, capsys: pytest.CaptureFixture[str], part: str, broken: str, words: list[str]

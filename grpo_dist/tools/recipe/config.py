@@ -39,6 +39,7 @@ from grpo_dist.config.files import (
     ConfigError,
     apply_overrides,
     checked,
+    merge,
     parser_reason,
     read_tree,
     set_from_text,
@@ -194,10 +195,9 @@ def _tree(
         set_key(tree, "model.path", "sft", where)
         set_key(tree, "model.revision", None, where)
     try:
-        merged = OmegaConf.merge(tree, written.settings)
+        merged = merge(tree, OmegaConf.create(dict(written.settings)))
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: settings: {parser_reason(error)}") from error
-    assert isinstance(merged, DictConfig)
     for key, value in written.overrides.items():
         set_key(merged, key, value, f"{where}: overrides `{key}`")
     merged = apply_overrides(merged, overrides, path)

@@ -397,6 +397,17 @@ def test_verdicts_of_different_graders_are_not_mixed(monkeypatch):
     assert after == before | {"versions": {"math-verify": "99.0"}}
 
 
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [("rollout", {"quantization": "fp8"}), ("evaluation", {"temperature": 0.3}), ("seed", 5)],
+)
+def test_settings_that_change_samples_make_another_evaluation(section, key):
+    model = {"path": "demo:tiny", "dtype": "bfloat16"}  # quantised layers compute in bfloat16
+    before = store.sample_settings(fakes.config(model=model))
+    after = store.sample_settings(fakes.config(model=model, **{section: key}))
+    assert [name for name in before if before[name] != after[name]] == [section]
+
+
 @pytest.mark.parametrize(("longest", "decides"), [(None, False), (100_000, False), (40, True)])
 def test_a_longest_sequence_decides_samples_where_it_shortens_completions(longest, decides):
     limited = fakes.config(

@@ -102,6 +102,31 @@ def test_supervised_training_also_uses_the_seed_of_the_pipeline(write):
     assert (a.seed, b.seed, c, d.seed, e.seed) == (5, 3, None, 4, 5)
 
 
+@pytest.mark.parametrize(
+    ("base", "settings", "expected"),
+    [
+        ({"name": "gspo", "clip_low": 3e-4}, {"name": "ppo_clip"}, ("ppo_clip", 0.2)),
+        ({"name": "gspo", "clip_low": 3e-4}, {"clip_high": 0.1}, ("gspo", 3e-4)),
+        ("gspo", {"clip_low": 0.1}, ("gspo", 0.1)),
+        ({"name": "gspo", "clip_low": 3e-4}, "ppo_clip", ("ppo_clip", 0.2)),
+    ],
+)
+def test_settings_of_a_stage_replace_a_section_that_has_another_name(write, base, settings, expected):
+    """As on the command line: the numbers of a replaced loss are not those of the new one."""
+    stage = {
+        "name": "a",
+        "kind": "grpo",
+        "config": "../base.yaml",
+        "settings": {"algorithm": {"loss": settings}},
+    }
+    path = write([stage])
+    (path.parents[1] / "base.yaml").write_text(
+        OmegaConf.to_yaml(OmegaConf.create(BASE | {"algorithm": {"loss": base}}))
+    )
+    loss = load_pipeline(path)["a"].config.algorithm.loss
+    assert (loss.name, loss.clip_low) == expected
+
+
 def test_a_stage_is_looked_for_where_its_run_writes(write, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     stage = load_pipeline(write(output_dir="~/runs")).stages[1]
