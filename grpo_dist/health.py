@@ -235,17 +235,18 @@ class HealthWatch:
     ) -> None:
         """Warn of ``alarms``, or raise Unhealthy or Rollback, by `health.action`.
 
-        With action skip, each skip has been reported already; only too many consecutive skipped steps stop
-        the run.
+        Too many consecutive skipped steps end the run also with action warn: nothing is trained. With action
+        skip only they do, since each skip has been reported already.
         """
         self._stop_if_unscored(step, groups)
         self._stop_if_idle(step, metrics)
+        ends = passed(make_bounds(self._settings, self.state, "run"), metrics)
         if self._skips:
-            alarms = passed(make_bounds(self._settings, self.state, "run"), metrics)
+            alarms = ends
         if not alarms:
             return
         problem = f"step {step}: {_describe(alarms, metrics)}"
-        if self._settings.action.kind == "warn":
+        if self._settings.action.kind == "warn" and not ends:
             self._recorder.warn(f"{problem}; its batch is in {self._keep(step, groups)}")
             return
         self._stop(

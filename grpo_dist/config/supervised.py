@@ -41,6 +41,8 @@ class SupervisedConfig(Config):
                 | sft.model_dump(include=OPTIMIZER)
             },
             "health": plain["health"] | {"min_signal_groups": 0},
+            # Metrics of evaluations, which supervised training has not.
+            "checkpoint": plain["checkpoint"] | {"keep_best": None, "patience": None, "target": None},
         }
         unused = {
             "algorithm",

@@ -129,7 +129,7 @@ class StepChores:
         highest = f"{settings.keep_best} = {value:.6g} of step {best}"
         if settings.target is not None and value >= settings.target:
             return f"{highest} has reached `checkpoint.target` = {settings.target:g}"
-        every = 0 if self._config.is_supervised else self._config.evaluation.every
+        every = self._config.evaluation.every
         if settings.patience is not None and every and step // every - best // every >= settings.patience:
             return f"{highest} was not exceeded by {settings.patience} evaluations (`checkpoint.patience`)"
         return ""

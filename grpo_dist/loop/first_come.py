@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from grpo_dist.data.order import UserOrder
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
 from grpo_dist.loop.pipeline import Pipeline
@@ -260,7 +261,12 @@ class FirstCome(Pipeline):
         for step, index in self._resumed:
             self._start(Launch(self._prompt(index), index, step))
         self._resumed = []
-        self._target = min(self._admission.groups, self._per_step * (through - self._step + 1))
+        target = min(self._admission.groups, self._per_step * (through - self._step + 1))
+        if isinstance(self._order, UserOrder) and len(self._launches) < target:
+            # Usually all that this launch and its replacements draw, outside of the loop's thread.
+            self._draws += 1
+            self._next_indices.extend(await self._take(self._draws - 1))
+        self._target = target
         self._fill()
 
     @property

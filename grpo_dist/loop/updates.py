@@ -77,7 +77,8 @@ def make_updates(
         kl_coef: weight of the KL term in the advantages, with `algorithm.kl.in_reward`; it changes
             during a run when `algorithm.kl.target` is set. The weight in the loss goes to the update itself.
         moments: see `reward_moments`; None: of this step only.
-        advantages: float32 [G] of each group, used as they are; None: by `algorithm.advantage`.
+        advantages: float32 [G] of each group, used as they are, also of samples without a reward; None: by
+            `algorithm.advantage`.
         demonstrations: of this step, see `step_demonstrations`.
         score_norms: score norms of the step's tokens, for an estimator that reads the policy.
     """
@@ -85,7 +86,10 @@ def make_updates(
     if config.rewards.shuffle:
         groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
     has_signal = _find_signals(config, groups, user_advantages=advantages is not None)
-    groups = [g if trains else _without_rewards(g) for g, trains in zip(groups, has_signal, strict=True)]
+    # Unscored groups are in no statistic of the step. With the caller's advantages all samples count.
+    groups = [g if trains else _with_rewards(g, np.nan) for g, trains in zip(groups, has_signal, strict=True)]
+    if advantages is not None:
+        groups = [_with_rewards(group, 0.0) for group in groups]
     moments = reward_moments(config.algorithm, scored, Moments()) if moments is None else moments
     settings = AdvantageSettings(
         config.algorithm,
@@ -248,9 +252,9 @@ def _find_signals(config: Config, groups: Sequence[Group], *, user_advantages: b
     return [rule(group) for group in groups]
 
 
-def _without_rewards(group: Group) -> Group:
-    """Return ``group`` as unscored, which keeps it out of all statistics of the step."""
-    return replace(group, rewards=np.full_like(group.rewards, np.nan))
+def _with_rewards(group: Group, reward: float) -> Group:
+    """Return ``group`` with ``reward`` for each sample."""
+    return replace(group, rewards=np.full_like(group.rewards, reward))
 
 
 def _mask_groups(batch: TrainBatch, has_signal: Sequence[bool]) -> TrainBatch:
@@ -297,9 +301,9 @@ async def score_norms_of(policy: PolicyHandle, groups: Sequence[Group]) -> Float
     rows of `make_batch`; 0 for other tokens. They do not depend on rewards, which `rewards.shuffle`
     permutes: a sample that could not be scored has them, too.
     """
-    none = [np.zeros(len(group.rewards), np.float32) for group in groups]
-    groups = [replace(group, rewards=rewards) for group, rewards in zip(groups, none, strict=True)]
-    batch = await asyncio.to_thread(make_batch, groups, none, ref_logprobs=None, max_new_tokens=1)
+    groups = [_with_rewards(group, 0.0) for group in groups]
+    no_advantages = [group.rewards for group in groups]
+    batch = await asyncio.to_thread(make_batch, groups, no_advantages, ref_logprobs=None, max_new_tokens=1)
     norms_by_row = await policy.score_norms(batch)
     norms = torch.zeros(batch.tokens.shape)
     for row, values in norms_by_row.items():

@@ -468,7 +468,8 @@ class TrainingCluster:
         which then refuses to train on the same ``groups``.
 
         Args:
-            advantages: [G] of each group, used as they are; None: computed by `algorithm.advantage`.
+            advantages: [G] of each group, used as they are, also of samples without a reward; None: computed
+                by `algorithm.advantage`.
 
         Raises:
             UserError: the samples are older than `max_staleness` updates; the groups are not scored, or do

@@ -12,7 +12,7 @@ from grpo_dist import health as health_watch
 from grpo_dist.cli import report_end
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
-from grpo_dist.errors import Unhealthy
+from grpo_dist.errors import Rollback, Unhealthy
 from grpo_dist.health import HealthState, HealthWatch, passed
 from grpo_dist.observe.tracker import Tracker
 from grpo_dist.types import Group
@@ -247,6 +247,17 @@ def test_too_many_skipped_updates_in_a_row_exceed_a_bound():
     skipped = [1.0, 0.0, 1.0, 2.0, 1.0]
     alarms = [[a.key for a in health.examine(1, {"health/skipped_updates": n})[0]] for n in skipped]
     assert alarms == [[], [], [], [], ["skipped_steps_above"]]
+
+
+@pytest.mark.parametrize("action", ["skip", "warn", "stop", "rollback"])
+def test_skipped_updates_end_the_run_whatever_the_action(action):
+    health = watch(skipped_steps_above=2, action=action)
+    for step in (1, 2, 3):
+        alarms, counts = health.examine(step, {"health/skipped_updates": 1.0, "train/loss_tokens": 5.0})
+        if step < 3:
+            health.act(step, alarms, counts, [])
+    with pytest.raises((Unhealthy, Rollback), match=r"health/skipped_in_a_row = 3 is above 2"):
+        health.act(3, alarms, counts, [])
 
 
 def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(capsys):

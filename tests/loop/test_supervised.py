@@ -143,6 +143,17 @@ def test_a_stopped_training_saves_and_resumes_with_the_batches_and_measurements_
     assert set(losses) == {0, 2, 4, 6}
 
 
+def test_supervised_training_compares_no_metric_of_evaluations():
+    settings = fakes.config(
+        data={"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "name": "held"}]},
+        evaluation={"every": 1},
+        checkpoint={"keep_best": "eval/held/pass@1", "patience": 2, "target": 0.9},
+        sft={"model": "demo:tiny", "data": "demo:add3", "steps": 3},
+    )
+    checkpoint = SupervisedConfig.from_config(settings).checkpoint
+    assert (checkpoint.keep_best, checkpoint.patience, checkpoint.target) == (None, None, None)
+
+
 def test_a_refused_update_is_reported_and_its_rows_are_kept():
     job = Job(skip=(2,)).run(config(steps=3), demonstrations(4))
     assert list(job.quarantined) == [2] and len(job.quarantined[2]) == 4

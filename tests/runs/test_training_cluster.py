@@ -130,9 +130,19 @@ def test_samples_of_another_call_in_the_same_step_are_others(started):
         assert len(set(seeds)) == 5
 
 
-def test_advantages_of_the_caller_are_used_as_they_are(started):
+@pytest.mark.parametrize("unscored", [0, 1, 2])
+def test_advantages_of_the_caller_are_used_as_they_are(started, unscored):
+    """Also of samples that the configured rewards could not score."""
+
+    class Partly(fakes.World):
+        async def score(self, prompt, rollouts):
+            group = await super().score(prompt, rollouts)
+            rewards = group.rewards.copy()
+            rewards[:unscored] = np.nan
+            return dataclasses.replace(group, rewards=rewards)
+
     config = fakes.config(algorithm={"skip_idle_rows": False}, max_staleness=1)
-    with started(world := fakes.World(jitter=False), config) as cluster:
+    with started(world := Partly(jitter=False), config) as cluster:
         groups = cluster.score(cluster.sample(next(cluster.batches())))
         cluster.update(groups, advantages=[[0.25 + i, -2.0] for i in range(4)])
         (batch,) = world.updates[0]

@@ -277,11 +277,15 @@ def test_a_run_goes_on_sampling_while_a_metric_is_computed(tmp_path):
     assert [world.logged[step]["user/metric"] for step in (1, 2)] == [1.0, 1.0] and world.warnings == []
 
 
-def test_a_run_goes_on_sampling_while_a_prompt_order_chooses(tmp_path):
-    data = {"train": [{"path": "demo:add3"}], "order": "asking_order:order"}
-    world = trained_with_answers("asking_order", ORDER, tmp_path, data=data, max_staleness=1)
+@pytest.mark.parametrize("launches", ["launched", "completion"])
+def test_a_run_goes_on_sampling_while_a_prompt_order_chooses(tmp_path, launches):
+    data, name = {"train": [{"path": "demo:add3"}], "order": f"asking_{launches}:order"}, f"asking_{launches}"
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "order": launches}
+    world = trained_with_answers(name, ORDER, tmp_path, data=data, max_staleness=1, batch=batch)
     sampled = sorted(uid for uid, _, _ in world.sampled)
-    assert sampled == ["p0", "p1", "p1", "p2", "p2", "p3", "p3", "p4"] and len(world.updates) == 2
+    assert len(world.updates) == 2 and len(sampled) == 8
+    if launches == "launched":  # the other order leaves out what is in flight
+        assert sampled == ["p0", "p1", "p1", "p2", "p2", "p3", "p3", "p4"]
 
 
 def test_a_prompt_order_that_hangs_ends_the_run_with_its_name_and_the_key(code):
