@@ -90,9 +90,16 @@ class Colocation:
 
     @asynccontextmanager
     async def turn(self, role: str) -> AsyncIterator[None]:
-        """Wait until ``role`` holds the GPUs, and keep them during the block."""
+        """Wait until ``role`` holds the GPUs, and keep them during the block. Raises UserError for engines
+        after an update that was not pushed.
+        """
         while self._holder != role or self._change is not None:
             if await self._is_free():
+                if role == ENGINES and not self._has_initial_weights and not self._is_sent:
+                    raise UserError(
+                        "the engines have no weights: they share the policy's GPUs, and dropped them for the "
+                        "update; call sync() after update(), before the engines sample or evaluate"
+                    )
                 self._begin(self._give(role))
         self._users += 1
         try:
@@ -205,11 +212,7 @@ class Colocation:
             await self._part("policy_reload", lambda: self.policy.hold("weights"))
 
     async def _send(self) -> dict[str, float]:
-        if self.sync is None or not self._is_sent:
-            raise RuntimeError(
-                f"placement: engines are asked for samples of version {self._version}, but the policy has "
-                "moved on and has not sent its weights; please report it"
-            )
+        assert self.sync is not None and self._is_sent, "policy and engines are connected"
         await self._only_weights()
         await self._part("engines_wake", lambda: self.rollouts.wake_up("weights"))
         metrics = await self.sync.push(self._version)

@@ -172,6 +172,10 @@ def _warn_if_open(path: Path) -> None:
             logger.warning("RAY_AUTH_TOKEN_PATH = %s can be read by others; chmod 600 it", path)
 
 
+_NO_CLIENT = (
+    "through Ray's client (ray://) a run cannot see the nodes of the cluster; start the run on one of the "
+    "nodes, with the address HEAD:6379, or submit it there: `grpo-dist submit --to ray`"
+)
 _LISTENS_S = 10.0  # until a starting cluster opens its port
 
 
@@ -216,8 +220,6 @@ def _check_answers(address: str) -> None:
     Retries a closed port for 10 s: its cluster may be starting. Ray's client then tells a Ray cluster from
     other servers, within its limit of 40 s.
     """
-    if address.startswith("ray://"):
-        return  # Ray's client has deadlines
     if "://" in address:
         raise ValueError("expected HOST:PORT, auto or local")
     from ray import __version__
@@ -246,13 +248,18 @@ def _check_answers(address: str) -> None:
 def connect(cluster: ClusterConfig) -> bool:
     """Join the cluster, or start a private local one; return whether this call opened the connection.
 
-    Raises UserError if no cluster answers within a minute, or if CUDA does not start on a private one's GPUs.
+    Raises UserError for a connection of Ray's client, if no cluster answers within a minute, or if CUDA does
+    not start on a private one's GPUs.
     """
     import ray
 
     if ray.is_initialized():
+        if ray.util.client.ray.is_connected():
+            raise UserError(f"this process has called ray.init(): {_NO_CLIENT}")
         return False
-    address = address_of(cluster)
+    address, key = address_of(cluster), "cluster.address" if cluster.address else "RAY_ADDRESS"
+    if address.startswith("ray://"):
+        raise UserError(f"{key} = {address}: {_NO_CLIENT}")
     # By default Ray runs workers at the lowest priority, so other programs on this machine starve them. Ray
     # reads this when a cluster starts; a running cluster keeps its value.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -273,7 +280,6 @@ def connect(cluster: ClusterConfig) -> bool:
             _check_answers(address)
             ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError) as error:  # Ray raises ValueError for a malformed address
-        key = "cluster.address" if cluster.address else "RAY_ADDRESS"
         raise UserError(
             f"{key} = {address}: no Ray cluster answers there ({error}); start one with `ray start "
             "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"

@@ -446,7 +446,7 @@ class WeightSync:
                 async with deadline_of(engine, self._timeout_s, f"{stage} answers its health check"):
                     await worker.health.remote()
                 raise
-        _check_versions([reported], version)
+        _check_versions(dict.fromkeys(engine, reported), version)
 
     async def _transfer(self, version: int, workers: list[Any], watch: Stopwatch) -> dict[str, float]:
         """Send ``version`` to the ``workers`` that lack it; return the sender's metrics, or {} if none lacks
@@ -471,11 +471,11 @@ class WeightSync:
         async with deadline_of(engines, self._timeout_s, f"weight sync: engines take version {version}"):
             with watch("sync_take"):
                 reported = await results(worker.finish_update.remote(version) for worker in workers)
-        _check_versions(reported, version)
+        _check_versions(dict(zip(engines, reported, strict=True)), version)
         return sent
 
     def _engines(self, workers: Sequence[Any]) -> dict[str, Any]:
-        """Return ``workers`` by name."""
+        """Return ``workers`` by name, in order."""
         return {name: w for name, w in self._rollouts.team.named().items() if w in workers}
 
     async def _open(self, receivers: list[Any]) -> list[TransferGroup]:
@@ -501,8 +501,8 @@ class WeightSync:
         return await group.send([result(worker.receive_weights.remote(*arguments)) for worker in receivers])
 
 
-def _check_versions(reported: Sequence[int], version: int) -> None:
-    wrong = {f"rollout-{i}": r for i, r in enumerate(reported) if r != version}
+def _check_versions(reported: Mapping[str, int], version: int) -> None:
+    wrong = {name: r for name, r in reported.items() if r != version}
     if wrong:
         raise RuntimeError(f"weight sync: engines should hold version {version} but report {wrong}")
 

@@ -612,11 +612,7 @@ class ActorUsage:
 
     async def read(self) -> dict[str, float]:
         """Return metrics of the work since the last call, and the number of restarts per role."""
-        named = {
-            f"{role}-{i}": (role, actor)
-            for role, serving in self._serving().items()
-            for i, actor in enumerate(serving)
-        }
+        named = self._serving()
         actors = {name: actor for name, (_, actor) in named.items()}
         async with deadline_of(actors, self._timeout_s, f"usage of {len(named)} actors"):
             usages = await gather(self._read_one(*who) for who in named.values())
@@ -637,9 +633,17 @@ class ActorUsage:
             if serves is not None
         }
 
-    def _serving(self) -> dict[str, list[Any]]:
-        """Return the serving actors of each role; an actor being replaced answers only once it is ready."""
-        return {role: [w for team in teams for w in team.alive()] for role, teams in self._teams.items()}
+    def _serving(self) -> dict[str, tuple[str, Any]]:
+        """Return the role and the actor of each name in `states` that serves; an actor being replaced
+        answers only once it is ready.
+        """
+        states = self.states()
+        return {
+            name: (role, actor)
+            for role, teams in self._teams.items()
+            for name, actor in numbered(role, (worker for team in teams for worker in team.workers)).items()
+            if states.get(name)
+        }
 
     async def _read_one(self, role: str, actor: Any) -> Usage | None:
         """Return the usage of one actor; None: it is lost, which its team notices."""

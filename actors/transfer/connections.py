@@ -16,7 +16,7 @@ another connection. Both sides prove themselves, because each then trusts the ot
 The processes of a gloo group find its store this way, without revealing its port to other processes:
 
     rank 0                                  others
-    listens on a free port
+    listens on another free port
     sends that port, and a challenge  -->   join the store there             (rendezvous.py)
     all                                     answer the challenge over the group itself
 """
@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from grpo_dist.errors import TransferLost
-from grpo_dist.runtime.rendezvous import Rank
+from grpo_dist.runtime.rendezvous import Rank, listen
 
 _SIZE = 32  # bytes of a secret, a challenge, a proof
 _MAX_PENDING = 64  # limit of unproven connections; beyond it, the oldest is closed
@@ -159,7 +159,8 @@ _YES, _NO = b"y", b"n"
 class Seat:
     """One process's place in a transfer group, whose rank 0 listens at ``host:port``.
 
-    ``secret``: the group's secret for the handshake; never written anywhere.
+    ``secret``: the group's secret for the handshake; never written anywhere. ``listening``: rank 0's socket
+    descriptor at ``port``; None: rank 0 opens one.
     """
 
     host: str
@@ -167,6 +168,7 @@ class Seat:
     rank: int
     world_size: int
     secret: bytes = field(repr=False)
+    listening: int | None = None
 
 
 class Connections:
@@ -175,7 +177,7 @@ class Connections:
     def __init__(self, seat: Seat, timeout_s: float) -> None:
         self._timeout_s, self._is_first = timeout_s, seat.rank == 0
         if self._is_first:
-            with socket.create_server((seat.host, seat.port)) as server:
+            with _open_server(seat) as server:
                 self._sockets = admit(server, seat.world_size - 1, seat.secret, timeout_s)
         else:
             self._sockets = [_connect(seat, timeout_s)]
@@ -234,6 +236,10 @@ class Connections:
             raise TransferLost(f"weight sync: a process of the transfer group is gone: {error}") from error
 
 
+def _open_server(seat: Seat) -> socket.socket:
+    return listen(seat.host, seat.port) if seat.listening is None else socket.socket(fileno=seat.listening)
+
+
 def _connect(seat: Seat, timeout_s: float) -> socket.socket:
     """Connect to rank 0; retry, as it may not listen yet or may have closed this pending connection."""
     end = time.monotonic() + timeout_s
@@ -285,7 +291,7 @@ def agree_on_store(seat: Seat, timeout_s: float) -> GroupStore:
         if seat.rank != 0:
             port, challenge = _MESSAGE.unpack(connections.receive(_MESSAGE.size))
             return GroupStore(port, challenge, None)
-        listening, challenge = socket.create_server((seat.host, 0)), secrets.token_bytes(32)
+        listening, challenge = listen(seat.host), secrets.token_bytes(32)
         port = listening.getsockname()[1]
         connections.send(_MESSAGE.pack(port, challenge))
         return GroupStore(port, challenge, listening.detach())
@@ -297,6 +303,6 @@ def open_store(rank: Rank) -> Rank:
     """Return ``rank`` with its group's store. Collective over the ranks."""
     if not rank.secret:
         return rank
-    seat = Seat(rank.host, rank.port, rank.index, rank.world_size, rank.secret)
+    seat = Seat(rank.host, rank.port, rank.index, rank.world_size, rank.secret, rank.listening)
     store = agree_on_store(seat, rank.timeout_s)
     return replace(rank, port=store.port, challenge=store.challenge, listening=store.listening)

@@ -11,7 +11,7 @@ filled or read while the other is in transit:
 rank 0's two buffers and read them in place, so that only messages are sent, over authenticated connections:
 
     rank 0                         others
-    offer: where the buffers are -> map them, once
+    offer: where the buffers are -> map them, unless they are mapped already
     filled                       -> read
                                  <- done: the buffer may be refilled
 
@@ -318,6 +318,9 @@ class _Shared:
     def _settle(self) -> None:
         """Wait until pending work on the buffers is done."""
 
+    def _end_transfer(self) -> None:
+        """Keep the buffers for the next transfer; a subclass may drop them."""
+
     def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         if not self._buffers or len(self._buffers[0]) < max(sizes):
             self._buffers = []  # freed before new ones are made
@@ -331,6 +334,7 @@ class _Shared:
             self._connections.send(_FILLED)
         for _ in range(min(2, len(sizes))):
             self._connections.receive(len(_DONE))
+        self._end_transfer()
 
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         (length,) = _LENGTH.unpack(self._connections.receive(_LENGTH.size))
@@ -345,6 +349,7 @@ class _Shared:
             yield buffer[:size]
             self._settle()
             self._connections.send(_DONE)
+        self._end_transfer()
 
     def agree(self, agrees: bool) -> bool:
         return self._connections.agree(agrees)
@@ -404,7 +409,10 @@ class SharedMemoryTransport(_Shared):
 
 
 class IpcTransport(_Shared):
-    """Transfer between processes on one GPU: sends CUDA IPC handles of the buffers, not their bytes."""
+    """Transfer between processes on one GPU: sends CUDA IPC handles of the buffers, not their bytes.
+
+    Both sides drop the buffers after a transfer: the update needs the memory, see `release_cache`.
+    """
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
         super().__init__(seat, timeout_s=timeout_s)
@@ -430,6 +438,9 @@ class IpcTransport(_Shared):
 
     def _settle(self) -> None:
         torch.cuda.current_stream().synchronize()
+
+    def _end_transfer(self) -> None:
+        self._buffers = []
 
 
 class _Malformed(RuntimeError):

@@ -7,6 +7,7 @@ StateLost at once, and the run resumes with a new group from a checkpoint.
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
@@ -34,7 +35,7 @@ from actors.placement.demands import Devices
 from actors.placement.own_gpus import check_gpus
 from actors.transfer.connections import Seat, new_secret, open_store
 from actors.transfer.stream import send, send_changes
-from actors.transfer.transport import Transport, free_port, open_transport
+from actors.transfer.transport import Transport, open_transport
 from actors.workers.exchange import as_arguments, from_arguments
 from grpo_dist.batch.sharding import rows_of_ranks
 from grpo_dist.config import (
@@ -58,7 +59,7 @@ from grpo_dist.runtime.hardware import DeviceType, device_type, one_thread
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.processes import freeze_loaded
-from grpo_dist.runtime.rendezvous import Rank
+from grpo_dist.runtime.rendezvous import Rank, listen
 from grpo_dist.types import EpochUpdate, PackedSamples, Prompt, SentRows, TeacherLogprobs, TrainBatch
 
 
@@ -81,6 +82,7 @@ class WeightSender(Metered):
     def __init__(self) -> None:
         super().__init__()
         self._trainer: Any = None
+        self._listening: socket.socket | None = None  # from `address` until a group takes it
         self._transports: dict[str, Transport] = {}
         self._snapshots = SnapshotWriter()
         self._sent = SentWeights()
@@ -88,9 +90,25 @@ class WeightSender(Metered):
     def parameter_specs(self, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
         return self._trainer.weights.specs(adapters_only=adapters_only, as_held=as_held)
 
+    def address(self) -> tuple[str, int]:
+        """Return this node's IP address and a port. This process listens there: as rank 0 of the next group,
+        it lets the others join without opening the port again, which others could have taken meanwhile.
+        """
+        if self._listening is not None:
+            self._listening.close()
+        host = ray.util.get_node_ip_address()
+        self._listening = listen(host)
+        return host, self._listening.getsockname()[1]
+
     def open_transfer(self, group: str, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
         self.close_transfer(group)
+        seat = replace(seat, listening=self._take_listening())
         self._transports[group] = open_transport(backend, seat, timeout_s=timeout_s)
+
+    def _take_listening(self) -> int | None:
+        """Return the descriptor of the socket of `address`, which the caller owns; None: there is none."""
+        listening, self._listening = self._listening, None
+        return None if listening is None else listening.detach()
 
     def close_transfer(self, group: str) -> None:
         """Leave ``group``, if this rank is a member."""
@@ -181,11 +199,6 @@ class PolicyWorker(WeightSender, Probeable):
         super().__init__()
         self._trace: Path | None = None
 
-    def address(self) -> tuple[str, int]:
-        """Return an address to listen at: this node's IP address and a free port."""
-        host = ray.util.get_node_ip_address()
-        return host, free_port(host)
-
     def start(
         self, rank: Rank, policy: PolicyConfig, model: ModelConfig, model_dir: str, settings: TrainerSettings
     ) -> tuple[DeviceType, float]:
@@ -198,7 +211,8 @@ class PolicyWorker(WeightSender, Probeable):
         build_in_own_directory()
         skip_unused_imports()
         build_kernels(list_kernels(policy, device_type()))
-        self._trainer = Trainer(open_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
+        rank = open_store(replace(rank, listening=self._take_listening()))
+        self._trainer = Trainer(rank, policy, model=model, model_dir=model_dir, settings=settings)
         freeze_loaded()  # because each offload collects garbage
         return self._trainer.device.type, self._trainer.attention_cost
 
@@ -341,11 +355,12 @@ class PolicyGroup:
 
     async def ready(self) -> None:
         """Wait until all ranks have joined and loaded the model. Raises StateLost if one is lost."""
-        (host, port), *_ = await results(rank.address.remote() for rank in self.ranks)
+        first, *others = self.ranks
+        (host, port), *_ = await results([first.address.remote(), *(rank.health.remote() for rank in others)])
         self.team.watch()  # from here on, ranks answer health checks, even while they load
         spec, size = self._spec, len(self.ranks)
         secret = new_secret()
-        ranks = [Rank(i, size, host, port, self._timeouts.update_s, secret) for i in range(size)]
+        ranks = [Rank(i, size, host, port, self._timeouts.collective_s, secret) for i in range(size)]
         arguments = [(rank, spec.settings, spec.model, spec.model_dir, spec.trainer) for rank in ranks]
         started = await self._each("start", arguments)
         self.device, self._attention_cost = started[0]

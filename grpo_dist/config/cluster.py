@@ -30,6 +30,13 @@ class TimeoutsConfig(Section):
         """Seconds until all actors have started, including the wait for resources."""
         return self.placement_timeout_s + self.start_s
 
+    @property
+    def collective_s(self) -> float:
+        """Deadline of a collective of the policy's ranks: in no stage does it pass before the driver's, whose
+        message names the stage.
+        """
+        return max(self.start_s, self.update_s, self.sync_s, self.save_s)
+
 
 class RestartsConfig(Section):
     """Restarts of failed actors: only the failed actor, or all policy ranks if their state is lost."""

@@ -446,6 +446,7 @@ class TrainingCluster:
         Raises:
             TimeoutError: `cluster.timeouts.sample_s` has passed.
             WorkerLost: an engine is lost, and no restart is left.
+            UserError: as `evaluate`.
         """
         _refuse_others("sample", "prompts", prompts, Prompt, "from `batches` or `prompts`")
         return self._call(self._opened.sample(prompts, samples))
@@ -453,7 +454,7 @@ class TrainingCluster:
     def score(self, sampled: Sequence[SampledGroup]) -> list[ScoredGroup]:
         """Compute the rewards of all samples, and their reference log-probs if the loss needs them.
 
-        Raises as `sample`.
+        Raises TimeoutError and WorkerLost as `sample`.
         """
         _refuse_others("score", "sampled", sampled, SampledGroup, "what `sample` returns")
         return self._call(self._opened.score(sampled))
@@ -491,6 +492,9 @@ class TrainingCluster:
     def evaluate(self) -> dict[str, float]:
         """Sample and score `data.eval` with the settings of `evaluation`; return `eval/SET/pass@k` and more.
         The engines have the weights of the last `sync`.
+
+        Raises UserError after an `update` without `sync` if the engines share the policy's GPUs: they have
+        dropped the previous weights.
         """
         with self._logged("evaluation", "held-out problems are sampled and scored"):
             return self._call(self._opened.evaluate())

@@ -102,8 +102,8 @@ def _driver_version() -> str:
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16"], device: DeviceType | None = None
 ) -> torch.dtype:
-    """Return the compute dtype. ``auto``: bfloat16 on a GPU that supports it, else float32. A GPU of another
-    machine (``device`` is cuda, and there is none here) is assumed to support it.
+    """Return the compute dtype. ``auto``: bfloat16 on a GPU that computes in it, else float32. A GPU of
+    another machine (``device`` is cuda, and there is none here) is assumed to.
 
     float32 on CPUs has two reasons: the engine is bit-reproducible for any batch composition, and bfloat16
     kernels crash with an illegal instruction for some head sizes on processors without AMX.
@@ -112,7 +112,9 @@ def resolve_dtype(
 
     device = device or device_type()
     if name == "auto":
-        is_supported = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+        elsewhere = not torch.cuda.is_available()
+        # vLLM refuses emulated bfloat16.
+        is_supported = elsewhere or torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if device == "cuda" and is_supported else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 

@@ -132,12 +132,14 @@ def storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.Unty
 
 
 def release_cache(timed: Timer = untimed) -> None:
-    """Return torch's cached memory to the device, for other processes on it. ``timed`` gets the parts
-    `offload_collect` (garbage collection) and `offload_free`.
+    """Return torch's cached memory to the device, for other processes on it, also memory that these had
+    mapped. ``timed`` gets the parts `offload_collect` (garbage collection) and `offload_free`.
     """
     with timed("offload_collect"):
         gc.collect()
     with timed("offload_free"):
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 

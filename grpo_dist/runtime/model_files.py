@@ -12,7 +12,9 @@ import platform
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +32,7 @@ _POINTER = b"version https://git-lfs"
 _PART = 16 << 20  # bytes
 _SHARD = 5 * 10**9  # bytes
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' limit
+_ABANDONED_S = 86_400.0  # an unfinished model this old belongs to a process that was killed
 _REFERENCE = re.compile(r"(?P<run>.+)@(?P<step>latest|\d+)")
 
 
@@ -212,12 +215,7 @@ def quantization(directory: Path, config: Any) -> str:
             method = f"{name}, {bits} bits" if bits else str(name)
     stored = stored_tensors(directory)  # even if the method is known: finds damaged files
     if not method:
-        # Only matrices: buffers, such as positions, are integers in many checkpoints.
-        packed = (
-            (name, tensor)
-            for name, tensor in stored.items()
-            if tensor.dtype not in _FLOATS and len(tensor.shape) > 1 and prod(tensor.shape) > 1 << 16
-        )
+        packed = ((name, tensor) for name, tensor in stored.items() if _is_packed(tensor))
         if (first := next(packed, None)) is None:
             return ""
         method = f"{first[0]} has type {first[1].dtype}"
@@ -227,6 +225,16 @@ def quantization(directory: Path, config: Any) -> str:
         "once to two bytes a weight (transformers: model.dequantize(), save_pretrained); engines can sample "
         "with weights in 8 bits even so: `rollout.quantization`"
     )
+
+
+def _is_packed(tensor: StoredTensor) -> bool:
+    """Return whether ``tensor`` looks like quantised weights: a large matrix of integers or of 8-bit floats.
+
+    Buffers are integers in many checkpoints, such as positions and causal masks, [1, 1, T, T].
+    """
+    is_mask = tensor.dtype == "BOOL" or tensor.shape[:2] == (1, 1)
+    is_matrix = len(tensor.shape) > 1 and prod(tensor.shape) > 1 << 16
+    return tensor.dtype not in _FLOATS and is_matrix and not is_mask
 
 
 def _sections(config: Any) -> Iterator[dict[str, Any]]:
@@ -389,6 +397,7 @@ def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) ->
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(final.parent)
     partial = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     try:
         make(partial)
@@ -400,6 +409,16 @@ def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) ->
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Remove the partial directories of killed processes. Judges by age: a lock would not show the processes
+    of other nodes on every file system.
+    """
+    for partial in cache.glob(f".*-{'[0-9a-f]' * 16}-*"):
+        with suppress(FileNotFoundError):  # another process has finished or removed it
+            if partial.stat().st_mtime < time.time() - _ABANDONED_S:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_on_node(model_dir: str | Path) -> None:

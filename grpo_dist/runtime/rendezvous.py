@@ -36,6 +36,18 @@ class Rank:
     listening: int | None = None
 
 
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Listen at ``host``, an IP address of this machine. ``port`` 0 picks a free one.
+
+    Others connect before this process accepts, hence the longest queue that the kernel allows.
+    """
+    return socket.create_server((host, port), family=_family(host), backlog=socket.SOMAXCONN)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def meeting_point(rank: Rank) -> dist.TCPStore:
     """Connect to the group's store. Rank 0 serves it only at ``rank.host``; by default, torch's store would
     listen at every address of the machine.
@@ -43,7 +55,7 @@ def meeting_point(rank: Rank) -> dist.TCPStore:
     serves = rank.index == 0
     listening = rank.listening if serves else None
     if serves and listening is None:
-        listening = socket.create_server((rank.host, rank.port)).detach()
+        listening = listen(rank.host, rank.port).detach()
     return dist.TCPStore(
         rank.host,
         rank.port,
@@ -58,7 +70,7 @@ def meeting_point(rank: Rank) -> dist.TCPStore:
 
 def find_local_address(host: str, port: int) -> str:
     """Return the address that this machine uses to reach ``host``. Sends no packet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 

@@ -171,12 +171,19 @@ def test_engines_that_dropped_their_weights_get_the_same_version_again():
 
 
 def test_engines_never_sample_from_weights_that_were_not_sent():
+    """Their caller is told to push; the others go on."""
+
     async def step(world):
         await world.workers.policy.update([])
+        with pytest.raises(UserError, match=r"call sync\(\) after update\(\)"):
+            await world.engines.used("sample")
+        await world.rewards.used("score")
+        await world.workers.sync.push(1)
         await world.engines.used("sample")
 
-    with pytest.raises(RuntimeError, match="samples of version 0, but the policy has moved on"):
-        play(step)
+    _, events = play(step)
+    scored = ["policy.hold(nothing)", "rewards.wake_up()", "rewards: score", "rewards.sleep()"]
+    assert events == [*TO_POLICY, "policy.update()", *scored, *PUSH, "engines: sample"]
 
 
 @pytest.mark.parametrize("values", ["logprobs", "score_norms"])  # for the sync probe; for the token baseline

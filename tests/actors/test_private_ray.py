@@ -175,6 +175,21 @@ def test_an_address_at_which_nobody_listens_is_refused_by_its_name(not_connected
         connection.connect(ClusterConfig(address=address))
 
 
+def test_rays_client_is_refused_with_what_to_use(not_connected, monkeypatch):
+    """It does not see the cluster's nodes."""
+    advice = r"\(ray://\) .* with the address HEAD:6379, or submit it there: `grpo-dist submit --to ray`"
+    with pytest.raises(UserError, match=f"^cluster.address = ray://head:10001: .*{advice}"):
+        connection.connect(ClusterConfig(address="ray://head:10001"))
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(UserError, match=f"^RAY_ADDRESS = ray://head:10001: .*{advice}"):
+        connection.connect(ClusterConfig())
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert connection.connect(ClusterConfig()) is False
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(UserError, match=advice):
+        connection.connect(ClusterConfig())
+
+
 def test_a_server_that_is_no_ray_is_refused_within_the_deadline_of_its_client(not_connected, monkeypatch):
     def silent(*, address):
         raise RpcError("Timed out while waiting for GCS to become available.")

@@ -1,14 +1,49 @@
-"""The deadline of the ranks' process group also applies to every later group."""
+"""The deadline of the ranks' process group: above those of all stages, and that of every later group."""
 
+import asyncio
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 
+import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from actors.workers.policy import PolicyGroup, PolicySpec
+from grpo_dist.config import TimeoutsConfig
 from grpo_dist.policy import ranks
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.rendezvous import Rank
+
+
+class StartedRanks(PolicyGroup):
+    """The policy's handle; keeps what two ranks are started with."""
+
+    def __init__(self, timeouts):
+        self._timeouts, self._spec = timeouts, PolicySpec(None, None, "model", None)
+        self.team = SimpleNamespace(watch=lambda: None, starting=set())
+        rank = SimpleNamespace(address=_Call(("127.0.0.1", 1)), health=_Call(None))
+        self.ranks = [rank, rank]
+
+    async def _each(self, method, arguments, group=None):
+        self.deadlines = [rank.timeout_s for rank, *_ in arguments]
+        return [("cpu", 0.0)] * len(arguments)
+
+
+class _Call:
+    def __init__(self, answer):
+        self._answer = answer
+
+    async def remote(self):
+        return self._answer
+
+
+@pytest.mark.parametrize("stage", ["start_s", "update_s", "sync_s", "save_s"])
+def test_no_collective_ends_before_the_deadline_of_its_stage(stage):
+    """In an export, all ranks wait in a collective for the one that writes."""
+    group = StartedRanks(TimeoutsConfig(**{stage: 7200.0}))
+    asyncio.run(group.ready())
+    assert group.deadlines == [7200.0, 7200.0]
 
 
 def test_groups_without_a_deadline_have_the_deadline_of_the_ranks(monkeypatch):

@@ -15,7 +15,7 @@ from grpo_dist.observe.samples import write_groups
 from grpo_dist.observe.tracker import Tracker
 from grpo_dist.runs.run_directory import exclusive_directory
 from grpo_dist.runtime.files import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
-from grpo_dist.runtime.model_files import cached
+from grpo_dist.runtime.model_files import cached, cached_path
 from tests.support.patience import HANG_S
 
 
@@ -51,6 +51,20 @@ def test_everything_this_project_writes_is_published_durably(tmp_path, events, m
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     directory = cached("x", {}, lambda partial: (partial / "weights").write_text("1"))
     assert events.index(("flush", "weights")) < events.index(("rename", directory.name))
+
+
+def test_models_that_a_killed_process_left_unfinished_are_removed_a_day_later(tmp_path, monkeypatch):
+    """Whatever model is made next; each may be a whole copy."""
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
+    final = cached_path("text-m", {})
+    killed, running, foreign = f".{final.name}-abcd_123", f".{final.name}-efgh_456", ".of-another-program"
+    for name in (killed, running, foreign):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("1")
+    for name in (killed, foreign):
+        os.utime(tmp_path / name, (0, 0))
+    made = cached("x", {}, lambda partial: None)
+    assert {path.name for path in tmp_path.iterdir()} == {running, foreign, made.name}
 
 
 def test_a_full_disk_ends_the_run_with_one_message(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.hardware import usable_gpus
+from grpo_dist.runtime.hardware import resolve_dtype, usable_gpus
 
 BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update it.\nMore."
@@ -90,3 +90,14 @@ def test_a_run_and_a_check_refuse_such_a_driver(old_driver, monkeypatch):
     ):
         with pytest.raises(UserError, match=r"driver 535\.54\.03"):
             call()
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(7, torch.float32), (8, torch.bfloat16)])
+def test_auto_is_bfloat16_only_where_the_gpu_computes_in_it(monkeypatch, capability, dtype):
+    """Turing GPUs hold tensors in bfloat16, and engines refuse it there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=capability))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    assert resolve_dtype("auto") == dtype
+    assert resolve_dtype("auto", "cpu") == torch.float32

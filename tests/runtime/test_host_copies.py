@@ -103,13 +103,17 @@ def test_offloading_twice_changes_nothing():
 
 
 def test_the_allocators_cache_is_emptied_after_garbage_is_collected(monkeypatch):
-    """The engine maps its weights next, and cannot use memory in torch's cache."""
+    """The engine maps its weights next, and cannot use memory in torch's cache, nor buffers that it has
+    unmapped and torch has not noticed.
+    """
     calls = []
     monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for library in (torch.accelerator, torch.cuda):
+        monkeypatch.setattr(library, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("ipc_collect"))
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty_cache"))
     release_cache()
-    assert calls == ["collect", "empty_cache"]
+    assert calls == ["collect", "ipc_collect", "empty_cache"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

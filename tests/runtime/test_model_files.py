@@ -119,6 +119,15 @@ def test_quantised_weights_without_a_configuration_are_refused_by_their_type(tmp
     assert "quantised (q has type " in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool])
+def test_causal_masks_in_a_checkpoint_are_no_quantised_weights(tmp_path, dtype):
+    """As in those of Pythia."""
+    place(tmp_path, "config.json")
+    mask = {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 512, 512).tril().to(dtype)}
+    save_file(WEIGHTS | mask, tmp_path / "model.safetensors")
+    check_directory(tmp_path, "model.path")
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -42,10 +42,10 @@ class Whole:
     """A team whose actors all serve."""
 
     def __init__(self, *actors):
-        self._actors = actors
+        self.workers = actors
 
-    def alive(self):
-        return self._actors
+    def states(self):
+        return [True] * len(self.workers)
 
     def restarted(self):
         return 0.0
@@ -111,23 +111,39 @@ class Method:
 
 
 class Restarted:
-    """A team with one serving actor, one that has just died, and one being replaced."""
+    """A team whose actors all answer, though one is being replaced: the first, unless ``states`` are given.
+    An absent one is None.
+    """
 
-    def __init__(self, *answers):
-        self._actors = [type("Actor", (), {"usage": Method(answer)})() for answer in answers]
+    def __init__(self, *answers, states=None):
+        self.workers = [a and type("Actor", (), {"usage": Method(a)})() for a in answers]
+        self._states = states or [False, *[True] * (len(answers) - 1)]
         self._restarts = [2.0, 0.0]
 
-    def alive(self):
-        return self._actors
+    def states(self):
+        return self._states
 
     def restarted(self):
         return self._restarts.pop(0)
 
 
 def test_restarts_are_counted_and_a_lost_actor_delays_no_reading():
-    team = Restarted(Usage({"sample": 2.0}), ActorDiedError())
+    team = Restarted(Usage({"sample": 8.0}), Usage({"sample": 2.0}), ActorDiedError())
     usage = ActorUsage({"rollout": [team], "reference": []}, queueing=(), timeout_s=HANG_S)
     metrics = asyncio.run(usage.read())
     assert metrics["restarts/rollout"] == 2.0 and metrics["time/rollout_sample_busy_s"] == 2.0
-    assert list(usage.latest) == ["rollout-0"] and "restarts/reference" not in metrics
+    assert list(usage.latest) == ["rollout-1"] and "restarts/reference" not in metrics
     assert asyncio.run(usage.read())["restarts/rollout"] == 0.0
+
+
+def test_usage_has_the_names_of_the_actors_while_others_are_replaced_or_absent():
+    """As the live view and the timeline name them, over all teams of a role."""
+    used = [Usage({"score": float(i)}) for i in range(5)]
+    teams = [
+        Restarted(used[0], used[1], None, states=[True, False, None]),
+        Restarted(used[3], used[4], states=[False, True]),
+    ]
+    usage = ActorUsage({"reward_model": teams}, queueing=(), timeout_s=HANG_S)
+    asyncio.run(usage.read())
+    assert usage.latest == {"reward_model-0": used[0], "reward_model-4": used[4]}
+    assert [name for name, serves in usage.states().items() if serves] == list(usage.latest)

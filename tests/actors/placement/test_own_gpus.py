@@ -93,7 +93,7 @@ def test_every_worker_with_gpus_compares_before_it_loads_anything(actor, kind, m
     actor(("2",), **{NOT_SET: "1"})
     started = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: started.append(True))
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: started.append(True))
     with pytest.raises(UserError, match=NOT_SET):
         start_of(kind)()
     assert not started

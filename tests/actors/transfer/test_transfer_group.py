@@ -1,15 +1,19 @@
 """The rank that sends to each colocated receiver: two ZeRO-3 ranks, two receivers."""
 
 import asyncio
+import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 
+from actors.transfer.connections import Seat, new_secret
 from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
 from actors.weight_sync import TransferGroup, TransferSpec
+from actors.workers.policy import PolicyWorker
 from grpo_dist.config import WeightSyncConfig
 from tests.support.patience import HANG_S
 from tests.support.real_ranks import on_all, start
@@ -66,6 +70,27 @@ async def exchange(model_dir, *, colocated_ranks):
 def test_every_process_gets_the_weights_from_the_rank_on_its_gpu(ray_cluster, tiny_model):
     ports = asyncio.run(exchange(tiny_model, colocated_ranks=[1, 0]))
     assert len(set(ports)) == len(ports) == 2  # separate groups
+
+
+def test_a_rank_listens_from_the_answer_with_its_address_until_its_group_has_joined(monkeypatch):
+    """A port that is free only for a moment may be another process's when the group opens."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    rank, secret = PolicyWorker(), new_secret()
+    unused = rank.address()  # of a group that was never opened
+    address = rank.address()
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(address)
+    joining = threading.Thread(
+        target=rank.open_transfer, args=("rollout", "shared_memory", Seat(*address, 0, 2, secret), HANG_S)
+    )
+    joining.start()
+    open_transport("shared_memory", Seat(*address, 1, 2, secret), timeout_s=HANG_S).close()
+    joining.join(HANG_S)
+    assert not joining.is_alive()
+    rank.close_transfer("rollout")
+    for left in (unused, address):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(left)
 
 
 class Called:

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ from grpo_dist.policy.ranks import join as join_ranks
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
 from grpo_dist.policy.weight_deltas import HeldWeights, SentWeights
 from grpo_dist.runtime.hardware import one_thread, transfer_backend
-from grpo_dist.runtime.rendezvous import NotAMember, Rank, check_members, meeting_point
+from grpo_dist.runtime.rendezvous import NotAMember, Rank, check_members, listen, meeting_point
 from tests.support.patience import HANG_S, longer, wait_until
 from tests.support.processes import free_port
 
@@ -120,6 +121,40 @@ def test_two_receivers_get_every_byte_round_after_round(backend):
     for other in others:
         other.join(HANG_S)
         assert other.exitcode == 0
+
+
+def reaches(host):
+    try:
+        listen(host).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("backend", CPU_KINDS)
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", pytest.param("::1", marks=pytest.mark.skipif(not reaches("::1"), reason="no IPv6 here"))],
+)
+def test_rank_0_accepts_at_the_socket_whose_port_the_others_know(backend, host):
+    """It opens no port a second time: this one is in use. The others may connect first."""
+    listening, received = listen(host), {}
+    seat = Seat(host, listening.getsockname()[1], 0, 2, SECRET)
+    sent = weights(1)
+
+    def receive_all():
+        transport = open_transport(backend, replace(seat, rank=1), timeout_s=HANG_S)
+        for bucket in receive(transport, SPECS, BUCKET):
+            received.update({name: tensor.clone() for name, tensor in bucket})
+        transport.close()
+
+    other = threading.Thread(target=receive_all)
+    other.start()
+    transport = open_transport(backend, replace(seat, listening=listening.detach()), timeout_s=HANG_S)
+    send(transport, buckets_of(sent), SPECS, BUCKET)
+    other.join(HANG_S)
+    transport.close()
+    assert all(torch.equal(received[name], tensor) for name, tensor in sent.items())
 
 
 def damaged(transport):
@@ -342,15 +377,18 @@ def test_an_intruder_in_the_gloo_store_is_refused_before_weights_are_sent(monkey
 
 
 def test_only_members_learn_where_the_policys_ranks_find_their_store(monkeypatch):
-    port, stores = free_port("127.0.0.1"), {}
+    """Rank 0 accepts them at a socket that is open already, or opens one."""
+    opened, stores = listen("127.0.0.1"), {}
+    port = opened.getsockname()[1]
 
-    def meet_as(rank, secret, timeout_s):
+    def meet_as(rank, secret, timeout_s, listening=None):
+        own = Rank(rank, 2, "127.0.0.1", port, timeout_s, secret, listening=listening)
         try:
-            stores[rank] = open_store(Rank(rank, 2, "127.0.0.1", port, timeout_s, secret))
+            stores[rank] = open_store(own)
         except Exception as error:
             stores[rank] = error
 
-    in_threads(meet_as, [(0, SECRET, HANG_S), (1, SECRET, HANG_S)])
+    in_threads(meet_as, [(0, SECRET, HANG_S, opened.detach()), (1, SECRET, HANG_S)])
     assert stores[0].port == stores[1].port != port and stores[0].challenge == stores[1].challenge
     os.close(stores[0].listening)
     assert SECRET.decode() not in repr(stores[0]) and stores[1].listening is None
@@ -479,6 +517,47 @@ def test_cuda_transport_sends_handles_instead_of_bytes(monkeypatch):
     with pytest.raises(RuntimeError, match="policy is on GPU-1, this process on GPU-2"):
         ends[1]._map(offer)
     assert json.loads(offer)["gpu"] == "GPU-1"
+
+
+def test_buffers_of_a_cuda_transport_are_freed_on_both_sides_after_each_transfer(monkeypatch):
+    """Stops short of CUDA: a buffer of the CPU is mapped by its number."""
+    made = weakref.WeakValueDictionary()
+
+    def handle(buffer):
+        made[len(numbers)] = buffer.untyped_storage()
+        numbers.append(len(numbers))
+        return numbers[-1]
+
+    numbers, sent = [], [weights(seed) for seed in (1, 2)]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(transport, "_handle", handle)
+    monkeypatch.setattr(
+        transport, "_map_handle", lambda number, size, _: torch.empty(0, dtype=torch.uint8).set_(made[number])
+    )
+    port, ends, received = free_port("127.0.0.1"), {}, []
+
+    def join_as(rank):
+        ends[rank] = join("ipc", port, rank, 2)
+        ends[rank].device = torch.device("cpu")
+
+    def receive_all():
+        for bucket in receive(ends[1], SPECS, BUCKET):
+            received.extend((name, tensor.clone()) for name, tensor in bucket)
+
+    in_threads(join_as, [(0,), (1,)])
+    for each in sent:
+        receiving = threading.Thread(target=receive_all)
+        receiving.start()
+        send(ends[0], buckets_of(each), SPECS, BUCKET)
+        receiving.join(HANG_S)
+        assert [dict(received[-len(SPECS) :])[name].equal(each[name]) for name in each] == [True] * len(SPECS)
+        gc.collect()
+        assert not made
+    assert numbers == [0, 1, 2, 3]
+    for end in ends.values():
+        end.close()
 
 
 class Runs:

@@ -3,6 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
 from actors.weight_sync import WeightSync
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.rollout import RolloutWorker
@@ -156,3 +158,24 @@ def test_an_engine_does_not_take_the_weights_of_a_cancelled_sync_for_the_weights
 
     for wait_s in (0, 2 * STEP_S):  # the engine still receives, or has received
         asyncio.run(interrupted(wait_s=wait_s))
+
+
+def test_an_engine_that_reports_another_version_is_named_while_another_is_replaced():
+    """Both in a sync of all engines, and as it joins."""
+
+    class Forgetful(Engine):
+        async def set_weight_version(self, version):
+            return 7
+
+    async def push_and_catch_up():
+        policy = policy_with("a")
+        policy.update_s = policy.sent_after = 0
+        actor = Actor(worker_with(Forgetful(policy)))
+        named = {"rollout-0": Actor(worker_with(Engine(policy))), "rollout-1": actor}
+        team = SimpleNamespace(named=lambda: named, alive=lambda: [actor], check=lambda: None)
+        sync = WeightSync(Group(policy, [actor]), SimpleNamespace(team=team), HANG_S)
+        for verb in (lambda: sync.push(1), lambda: sync.catch_up(actor)):
+            with pytest.raises(RuntimeError, match=r"version \d but report \{'rollout-1': 7\}"):
+                await verb()
+
+    asyncio.run(push_and_catch_up())
