@@ -15,7 +15,8 @@ model, and all weights are trained. With `policy.lora` its training continues: t
 the adapter beside links to the base's files,
 
     model.safetensors -> .../Qwen3-4B/model.safetensors
-    start_adapter/    the adapter, and where its base is
+    start_adapter/    the adapter
+    base_model.json   where its base is
 
 so that engines start from the base, as sync and export expect, and policy and reference from the adapter.
 """
@@ -46,11 +47,12 @@ from grpo_dist.runtime.model_files import (
     weight_files,
 )
 
+BASE = "base_model.json"
 _ADAPTER = "default"
 _START = "start"  # adapter with the initial values, see `start_from`
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_VERSION = 1  # file format; raise it when the files that this module writes change
-_FOLDER, _BASE = "start_adapter", "base.json"
+_VERSION = 2  # file format; raise it when the files that this module writes change
+_FOLDER = "start_adapter"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Settings of peft's LoraConfig under which an adapter is more than scale B A in linear layers.
@@ -59,6 +61,8 @@ _UNSUPPORTED = (
     "alpha_pattern", "layer_replication", "trainable_token_indices", "target_parameters",
     "alora_invocation_tokens", "velora_config", "monteclora_config", "kasa_config", "arrow_config",
 )  # fmt: skip
+# First characters of values of init_lora_weights that take the adapter's initial values out of the base.
+_MOVES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _TOKENIZER = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
     "chat_template.*", "tekken.json", "*.spm",
@@ -327,7 +331,8 @@ def apply_start_adapter(base: Path, adapter: Path, where: str, *, continued: boo
     def write(directory: Path) -> None:
         _link_base(base, adapter, directory, with_weights=continued)
         if continued:
-            _write_beside(base, adapter, directory / _FOLDER)
+            _write_beside(adapter, directory / _FOLDER)
+            record_base(directory, base)
         else:
             _write_merged(base, start, directory)
 
@@ -341,9 +346,14 @@ def find_start_adapter(model_dir: Path) -> StartAdapter | None:
 
 
 def find_base_model(model_dir: Path) -> str:
-    """Return the directory of the base model of ``model_dir``."""
-    note = model_dir / _FOLDER / _BASE
+    """Return the directory of the model that has the weights of ``model_dir``."""
+    note = model_dir / BASE
     return str(read_json(note)) if note.is_file() else str(model_dir)
+
+
+def record_base(directory: Path, model_dir: Path) -> None:
+    """Record for `find_base_model` that ``directory`` has the weights of ``model_dir``."""
+    (directory / BASE).write_text(json.dumps(find_base_model(model_dir)))
 
 
 def check_continued(model_dir: Path, settings: LoRAConfig, *, trust_remote_code: bool) -> None:
@@ -353,19 +363,22 @@ def check_continued(model_dir: Path, settings: LoRAConfig, *, trust_remote_code:
     start = find_start_adapter(model_dir)
     if start is None:
         return
-    targets = start.settings.get("target_modules")
-    named = targets if isinstance(targets, str) else "[" + ", ".join(sorted(targets or ())) + "]"
+    model = empty_model(model_dir, trust_remote_code=trust_remote_code)
+    layers = {name.partition(".lora_")[0] for name in start.stored}
+    ends = {layer.rpartition(".")[2] for layer in layers}
+    # Where a layer of that name has no adapter, only full names adapt the same layers.
+    targets = ends if {name for name in _adaptable(model) if _matches(name, ends)} == layers else layers
     remedy = (
-        f"set policy.lora={{rank: {start.rank}, alpha: {start.alpha:g}, target_modules: {named}}}, or remove "
-        "`policy.lora`, which merges the adapter and trains all weights"
+        f"set policy.lora={{rank: {start.rank}, alpha: {start.alpha!r}, target_modules: "
+        f"[{', '.join(sorted(targets))}]}}, or remove `policy.lora`, which merges the adapter and trains all "
+        "weights"
     )
     differ = (settings.rank, settings.scale) != (start.rank, start.scale)
     if differ:
         raise ValueError(
-            f"`policy.lora` has rank {settings.rank} and alpha {settings.alpha:g}, and the adapter of "
-            f"`model.adapter` rank {start.rank} and alpha {start.alpha:g}; {remedy}"
+            f"`policy.lora` has rank {settings.rank} and alpha {settings.alpha!r}, and the adapter of "
+            f"`model.adapter` rank {start.rank} and alpha {start.alpha!r}; {remedy}"
         )
-    model = empty_model(model_dir, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         add_adapters(model, settings, seed=0)
     names = {name for name, _ in adapter_parameters(model)}
@@ -417,10 +430,13 @@ def _misfit(start: StartAdapter, base: Mapping[str, StoredTensor]) -> str:
     foreign = [key for key in _UNSUPPORTED if settings.get(key)]
     if settings.get("bias", "none") != "none":
         foreign.append("bias")
+    init = str(settings.get("init_lora_weights"))
     remedy = "merge it with peft (merge_and_unload, save_pretrained) and name the result as `model.path`"
     if foreign:
         key = foreign[0]
         return f"{key} = {settings[key]}, and only plain adapters of linear layers are used; {remedy}"
+    if init.lower().startswith(_MOVES_BASE):
+        return f"init_lora_weights = {init} changed the base weights, too; {remedy}, where it was trained"
     for name, tensor in start.stored.items():
         weight, _, side = name.rpartition(".lora_")
         if side not in ("A.weight", "B.weight") or weight == "lm_head":
@@ -458,11 +474,10 @@ def _link_base(base: Path, adapter: Path, target: Path, *, with_weights: bool) -
         shutil.copyfile(file, target / file.name)
 
 
-def _write_beside(base: Path, adapter: Path, folder: Path) -> None:
+def _write_beside(adapter: Path, folder: Path) -> None:
     folder.mkdir()
     for name in (ADAPTER_CONFIG, _ADAPTER_WEIGHTS):
         shutil.copyfile(adapter / name, folder / name)
-    (folder / _BASE).write_text(json.dumps(str(base)))
 
 
 def _write_merged(base: Path, start: StartAdapter, target: Path) -> None:

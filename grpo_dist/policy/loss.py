@@ -134,7 +134,7 @@ def _policy_objective(
         loss = loss - bonus
         stats["loss_entropy"] = -bonus
     # The trainer's log-probs before the step, if known. With ratios to the engine's log-probs they are not
-    # known, and only the first update of a step is reported, before which no weight has moved.
+    # known, and `Trainer.update` only reads the first update of a step, before which no weight has moved.
     unmoved = logprobs.detach() if algorithm.correction.bypasses else old
     return loss, stats | {"loss_policy": policy, "tokens": mask.sum(), **_mismatch(unmoved, stream)}
 

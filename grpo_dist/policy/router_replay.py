@@ -114,5 +114,5 @@ def check_routes(batch: TrainBatch) -> None:
     if missing := sum(route is None for route, is_trained in zip(routes, trained, strict=True) if is_trained):
         raise ValueError(
             f"policy.router_replay: {missing} of {sum(trained)} samples have no routes: their engine did not "
-            "record them; resume without policy.router_replay, or start a new run"
+            "record them; start a new run"
         )

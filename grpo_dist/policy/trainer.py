@@ -164,14 +164,15 @@ class Trainer:
             )
             values = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
             values |= self._bonus.observe(values)
+            if index > 0 and not has_old:  # it compares the engine with weights that have moved since
+                values = {k: v for k, v in values.items() if not k.startswith("mismatch/")}
             too_far = passed(bounds, values)
             values |= self.step(limit=-math.inf if too_far else norm_limit)
             per_update.append(values)
             sizes = batch.denominators
             trained.append(sizes.tokens + sizes.demonstrated + sizes.taught > 0)
             refused.update(f"{REFUSED}{bound.key}" for bound in too_far or passed(bounds, values))
-        # With the trainer's old log-probs, ``mismatch/*`` covers all batches, else only the first.
-        metrics = step_metrics(per_update, trained, unmoved=len(batches) if has_old else 1)
+        metrics = step_metrics(per_update, trained)
         metrics |= {name: float(count) for name, count in refused.items()}
         return metrics | {BAD_WEIGHTS: float(not self._weights_are_finite())}
 
@@ -338,20 +339,16 @@ class Trainer:
         dist.destroy_process_group()
 
 
-def step_metrics(
-    per_update: Sequence[dict[str, float]], trained: Sequence[bool], *, unmoved: int
-) -> dict[str, float]:
+def step_metrics(per_update: Sequence[dict[str, float]], trained: Sequence[bool]) -> dict[str, float]:
     """Return the mean of each metric over the updates that have it, the maximum if the name ends in ``_max``.
 
     An update has no metrics of a stream without a token (`loss.finish_stats`): {nll 1, entropy 2} and {nll 5}
     -> {nll 3, entropy 2}. Metrics that every update has, such as the gradient norm, are averaged over the
-    updates that trained a token, unless none did. ``mismatch/*`` compares the engine with the trainer before
-    the step, and ``first_update/*`` is of the first update.
+    updates that trained a token, unless none did. ``first_update/*`` is of the first update.
 
     Args:
         per_update: at least one.
         trained: whether each update had a token of any stream.
-        unmoved: number of leading updates with log-probs of the weights before the step.
     """
     first = per_update[0]
     means = [
@@ -359,11 +356,7 @@ def step_metrics(
     ] or per_update
     metrics = {}
     for name in dict.fromkeys(name for values in per_update for name in values):
-        selected = means
-        if name.startswith("mismatch/"):
-            selected = per_update[:unmoved]
-        elif name.endswith("_max") or name == SKIPPED:
-            selected = per_update
+        selected = per_update if name.endswith("_max") or name == SKIPPED else means
         if numbers := [values[name] for values in selected if name in values]:
             metrics[name] = _reduce(name, numbers)
     return metrics | {f"first_update/{k}": first[k] for k in _FIRST_UPDATE if k in first}

@@ -12,7 +12,7 @@ from grpo_dist.config.files import load_config
 from grpo_dist.data.sources import find_hub_failure
 from grpo_dist.demo.model import cached_model, random_model
 from grpo_dist.errors import expanded, searched
-from grpo_dist.policy.lora import apply_start_adapter
+from grpo_dist.policy.lora import BASE, apply_start_adapter, record_base
 from grpo_dist.policy.text_model import usable_model
 from grpo_dist.runs.checkpoint import MANIFEST
 from grpo_dist.runs.cold_start import run_sft
@@ -23,6 +23,7 @@ from grpo_dist.runtime.hardware import quiet_libraries
 from grpo_dist.runtime.model_files import cached, describe_gguf, fingerprint, is_checkpoint
 
 _VERSION = 2  # raise it when models exported from checkpoints change
+_TEMPLATED_VERSION = 1  # raise it when the files of `set_chat_template` change
 
 
 def resolve_model(
@@ -92,11 +93,15 @@ def set_chat_template(model_dir: Path, template: str | None) -> Path:
 
     def write(directory: Path) -> None:
         for entry in model_dir.iterdir():
-            if not entry.name.startswith(("chat_template", "additional_chat_templates")):
+            if not entry.name.startswith(("chat_template", "additional_chat_templates", BASE)):
                 (directory / entry.name).symlink_to(entry.resolve())
         write_text(directory / "chat_template.jinja", template)
+        record_base(directory, model_dir)
 
-    decides = {"model": str(model_dir), "files": fingerprint(model_dir), "template": template}
+    decides = {
+        "version": _TEMPLATED_VERSION, "model": str(model_dir), "files": fingerprint(model_dir),
+        "template": template,
+    }  # fmt: skip
     return cached(f"templated-{model_dir.name}", decides, write)
 
 

@@ -121,7 +121,7 @@ def test_a_prefill_ends_the_prompt_and_rewards_see_it_where_it_counts_as_complet
     text = f"{first.prefill}2</think>"  # as an engine's worker writes it
     sample = Rollout(first.uid, 0, ids, np.zeros(3, np.float32), "stop", text, ids)
     group = CompletionGroup.from_rollouts(first, [sample], max_new_tokens=9, settings=RewardsConfig())
-    assert (group.completions, group.thought) == ((seen,), thought)
+    assert group.with_thoughts == [(seen, thought)]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_custom_chat_template_is_the_models_for_all_that_read_it(tmp_path, tin
     ).prompts
     assert tokenizer.decode(prompt.token_ids.tolist()) == "[user]2+2=<|end|>[answer]"
     names = {p.name for p in model_dir.iterdir()}
-    assert names == {p.name for p in base.iterdir()} | {"chat_template.jinja"}
+    assert names == {p.name for p in base.iterdir()} | {"base_model.json", "chat_template.jinja"}
     assert (model_dir / "model.safetensors").resolve() == (base / "model.safetensors").resolve()
     assert set_chat_template(base, CUSTOM) == model_dir  # once for all runs
     assert set_chat_template(base, f"{CUSTOM} ") != model_dir and set_chat_template(base, None) == base

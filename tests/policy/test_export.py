@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from grpo_dist.config import LoRAConfig, PolicyConfig
 from grpo_dist.policy.full_weights import FullWeights, why_no_export, write_model
 from grpo_dist.policy.lora import add_adapters
+from grpo_dist.runs.models import set_chat_template
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_an_export_names_the_end_token_of_training_samples(tiny_model, tmp_path)
     assert GenerationConfig.from_pretrained(out).eos_token_id == [2, end]
 
 
-def test_an_export_is_recognised_as_one_also_with_an_adapter(tiny_model, tmp_path):
+def test_an_export_is_recognised_as_one_also_with_an_adapter(tiny_model, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert why_no_export(out) == ""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
@@ -69,7 +70,9 @@ def test_an_export_is_recognised_as_one_also_with_an_adapter(tiny_model, tmp_pat
     downloaded = tmp_path / "models--me--tiny/snapshots/1cfa"
     downloaded.parent.mkdir(parents=True)
     downloaded.symlink_to(tiny_model)
-    for base, name in ((tiny_model, str(tiny_model)), (downloaded, "me/tiny")):
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
+    templated = set_chat_template(downloaded, "{{ messages[0]['content'] }}")
+    for base, name in ((tiny_model, str(tiny_model)), (downloaded, "me/tiny"), (templated, "me/tiny")):
         write_model(model, whole, low_rank, out, str(base), trust_remote_code=False)
         assert (out / "adapter" / "adapter_model.safetensors").is_file() and why_no_export(out) == ""
         settings = json.loads((out / "adapter/adapter_config.json").read_text())

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import load
 
-from grpo_dist.config import PolicyConfig
+from grpo_dist.config import OffloadConfig, PolicyConfig
 from grpo_dist.errors import UserError
+from grpo_dist.policy.deepspeed_config import check_offload
 from grpo_dist.policy.extensions import (
     BuildLock,
+    _why_not_built,
     begin_kernels,
     build_in_own_directory,
     build_kernels_here,
@@ -107,6 +109,27 @@ def test_a_configuration_names_every_kernel_that_its_ranks_load(monkeypatch):
     assert list_kernels(offloaded(zero_quantized_weights=True), "cuda") == ["QuantizerBuilder"]
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
     assert list_kernels(offloaded(), "cuda") == ["PinMemoryBuilder"]
+
+
+def test_offload_needs_neither_compiler_nor_libaio_where_its_kernels_exist(tmp_path, monkeypatch):
+    """Only the build knows whether it needs them."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    offload = OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path=str(tmp_path))
+    check_offload(PolicyConfig(zero_stage=3, offload=offload))
+
+
+@pytest.mark.parametrize(
+    ("output", "missing"),
+    [
+        ("FAILED: cpu_adam.o\n/bin/sh: 1: c++: not found\nninja: build stopped: subcommand failed.",
+         "a C++ compiler (g++), and start again"),
+        ("Unable to JIT load the cpu_adam op due to ninja not being installed.", "ninja (pip install ninja)"),
+        ("Unable to JIT load the async_io op due to it not being compatible due to hardware/software issue.",
+         "libaio-dev (Debian, Ubuntu) or libaio-devel"),
+    ],
+)  # fmt: skip
+def test_a_failed_build_names_what_to_install(output, missing):
+    assert f"; install {missing}" in _why_not_built("a_kernel", RuntimeError(output))
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Training that starts from a LoRA adapter: peft's files, the adapted model in every role, and exports."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -15,12 +17,14 @@ from grpo_dist.policy.lora import (
     adapter_parameters,
     apply_start_adapter,
     check_continued,
+    find_base_model,
     find_start_adapter,
     merge_start,
     untrained,
 )
 from grpo_dist.policy.model import trainable_model
 from grpo_dist.policy.text_model import usable_model
+from grpo_dist.runs.models import set_chat_template
 from tests.support.models import LORA, loaded, logits, made_adapter, wrapper
 
 INSIDE = "only adapters of linear layers inside the model are used"
@@ -53,7 +57,13 @@ def close(a, b):
     return torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"target_modules": "all-linear"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"use_rslora": True}, {"target_modules": "all-linear"}, {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+    ],
+)  # fmt: skip
 def test_a_merged_adapter_is_the_model_that_peft_computes(tiny_model, tmp_path, settings):
     expected = logits(made_adapter(tiny_model, tmp_path / "a", **settings), TOKENS)
     merged = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=False)
@@ -100,6 +110,8 @@ def test_synced_and_exported_weights_are_the_base_with_the_trained_adapter(tiny_
     assert close(logits(again, TOKENS), logits(model, TOKENS))
     adapter_config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
     assert adapter_config["base_model_name_or_path"] == str(tiny_model)
+    templated = set_chat_template(started, "{{ messages[0]['content'] }}")
+    assert find_base_model(templated) == str(tiny_model) and find_start_adapter(templated).rank == 4
     further, resumed = continued(tiny_model, tmp_path / "out/adapter")  # an export is continued
     assert close(logits(resumed, TOKENS), logits(model, TOKENS)) and further != started
 
@@ -140,8 +152,8 @@ def test_an_adapter_of_a_wrapper_continues_in_its_text_model(tmp_path):
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
-        (LoRAConfig(rank=8, alpha=8), "has rank 8 and alpha 8, and the adapter of `model.adapter` rank 4"),
-        (LoRAConfig(rank=4, alpha=16), "alpha 16, and the adapter"),
+        (LoRAConfig(rank=8, alpha=8), "has rank 8 and alpha 8.0, and the adapter of `model.adapter` rank 4"),
+        (LoRAConfig(rank=4, alpha=16), "alpha 16.0, and the adapter"),
         (LoRAConfig(rank=4, alpha=8), "the adapter of `model.adapter` has no model.layers.0.mlp.gate_proj"),
         (LoRAConfig(rank=4, alpha=8, target_modules=("q_proj",)),
          "`policy.lora` adapts no model.layers.0.mlp.down_proj"),
@@ -152,12 +164,29 @@ def test_other_adapters_than_the_one_to_start_from_are_refused_with_its_settings
 ):
     made_adapter(tiny_model, tmp_path / "a")
     started = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
-    settings = r"rank: 4, alpha: 8, target_modules: \[down_proj, q_proj\]"
+    settings = r"rank: 4, alpha: 8.0, target_modules: \[down_proj, q_proj\]"
     with pytest.raises(ValueError, match=settings) as raised:
         check_continued(started, lora, trust_remote_code=False)
     assert words in str(raised.value)
     check_continued(started, LORA, trust_remote_code=False)
     check_continued(tiny_model, lora, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"r": 8, "lora_alpha": 16, "use_rslora": True},  # alpha / sqrt(rank) has no short decimal number
+        {"target_modules": r".*\.self_attn\.(q|v)_proj"},
+        {"layers_to_transform": [1]},
+    ],
+)
+def test_an_adapter_is_continued_with_the_settings_of_the_refusal(tiny_model, tmp_path, settings):
+    made_adapter(tiny_model, tmp_path / "a", **settings)
+    started = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
+    with pytest.raises(ValueError, match=r"; set policy\.lora=\{") as raised:
+        check_continued(started, LoRAConfig(rank=3), trust_remote_code=False)
+    advice = yaml.safe_load(re.search(r"policy\.lora=(\{.*?\})", str(raised.value))[1])
+    check_continued(started, LoRAConfig(**advice), trust_remote_code=False)
 
 
 def refused(base, adapter):
@@ -174,6 +203,9 @@ def refused(base, adapter):
         ({"bias": "lora_only"}, "bias = lora_only"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern = "),
         ({"modules_to_save": ["norm"]}, "modules_to_save = "),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa changed the base weights, too; merge it"),
+        ({"init_lora_weights": "pissa_niter_2"}, "init_lora_weights = pissa_niter_2 changed"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights = olora changed"),
         # peft merges these once per tied layer, which is not the trained model.
         ({"target_modules": ["q_proj", "embed_tokens"]}, INSIDE),
         ({"target_modules": ["lm_head"]}, INSIDE),
