@@ -230,9 +230,9 @@ RULES = (
     ),
     Rule(
         "profile.steps steps",
-        lambda c: max(c.profile.steps, default=0) > c.steps,
+        lambda c: c.epochs is None and max(c.profile.steps, default=0) > c.steps,  # else see `resolve_steps`
         "the run ends before",
-        "name earlier steps, or raise `steps`",
+        "name earlier steps, or raise `steps` or `epochs`",
     ),
     # Model, ranks and engines
     Rule(
@@ -787,13 +787,7 @@ def _check_source_rewards(config: Sections) -> Iterator[str]:
             )
     separate = {one.name: one for one in config.estimators if one.traits.reads_each_reward}
     for advantage in separate.values():
-        for name in rewards.names:
-            weights = {each.weights[name] for each in rewards.variants.values() if name in each.weights}
-            if len(weights) > 1:
-                yield (
-                    f"`algorithm.advantage` = {advantage.name} uses one weight of reward {name} for all "
-                    f"sources, but `rewards.by_source` has {sorted(weights)}; use one weight or several names"
-                )
+        yield from rewards.check_common_weights(advantage.name)
     if metric not in (None, "accuracy", *rewards.names):
         yield (
             f"`dynamic_sampling.metric` = {metric}: no such reward; expected accuracy or one of "

@@ -72,13 +72,6 @@ class ProcessRewardConfig(FunctionConfig):
     reduce: StepReduction = "min"
     step_separator: StepSeparator = "\n\n"
 
-    def _contradictions(self) -> Iterator[str]:
-        if ":" not in self.function:
-            yield (
-                f"kind = process: built-in reward {self.function} scores no steps; name a user-supplied "
-                "function, `module:function`"
-            )
-
 
 class RewardModelConfig(GatedConfig, Choice):
     """A reward computed by a classifier model."""
@@ -370,6 +363,18 @@ class RewardsConfig(Section):
     def variants(self) -> dict[str, RewardsConfig]:
         """The rewards by source: of each source in `by_source`, and of all others under ""."""
         return {source: self.select_source(source) for source in ("", *self.by_source)}
+
+    def check_common_weights(self, advantage: str) -> Iterator[str]:
+        """Yield a message for every reward whose weight differs between sources, for an estimator that uses
+        one weight.
+        """
+        for name in self.names:
+            weights = {each.weights[name] for each in self.variants.values() if name in each.weights}
+            if len(weights) > 1:
+                yield (
+                    f"`algorithm.advantage` = {advantage} uses one weight of reward {name} for all "
+                    f"sources, but `rewards.by_source` has {sorted(weights)}; use one weight or several names"
+                )
 
     def functions_key(self, source: str) -> str:
         """Return the key of the functions that score ``source``."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from grpo_dist.config import Config, SupervisedConfig
+from grpo_dist.config.checks import contradictions
 from grpo_dist.config.presets import described
 from grpo_dist.data.columns import column
 from grpo_dist.data.demonstrations import (
@@ -37,6 +38,7 @@ from grpo_dist.runs.trials import (
     check_environments,
     check_reward,
     user_code_problems,
+    weight_problems,
 )
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
@@ -55,6 +57,7 @@ def check_user_code(start: Start) -> str:
     components = start.config.user_components
     with stage("own code", "is tried on test inputs", quiet=not components):
         refuse(user_code_problems(components, start.config.code_paths))
+        refuse(weight_problems(start.config))
     return ", ".join(f"{component.key}: {component.name}" for component in components)
 
 
@@ -161,8 +164,8 @@ CHECKS: dict[str, Callable[[Start], str]] = {
 
 
 def resolve_steps(config: Config, say: Callable[[str], None]) -> Config:
-    """Return ``config`` with `steps` computed from `epochs`, if set. Raises ValueError for unreadable
-    rows.
+    """Return ``config`` with `steps` computed from `epochs`, if set. Raises Refused for settings that
+    contradict this number, and another ValueError for unreadable rows.
     """
     if config.epochs is None:
         return config
@@ -173,7 +176,9 @@ def resolve_steps(config: Config, say: Callable[[str], None]) -> Config:
     rows = sum(len(rows) for _, rows in drop_duplicates(data, sources, "data.train", lambda _: None))
     steps = max(1, int(config.epochs * rows / per_step + 1e-9))
     say(f"`epochs` = {config.epochs:g} of {rows} rows, {per_step} a step: {steps} steps")
-    return config.model_copy(update={"steps": steps, "epochs": None})
+    config = config.model_copy(update={"steps": steps, "epochs": None})
+    refuse(contradictions(config))
+    return config
 
 
 def load_inputs(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -555,6 +556,17 @@ def user_code_problems(
         if error is not None and not is_name:
             reason = masked_text(raised(error))
             yield f"`{component.key}` = {component.name} fails on a small test input ({reason}); correct it"
+
+
+def weight_problems(config: Config) -> Iterator[str]:
+    """Yield a message for every reward whose weight differs between sources, for a user-supplied estimator
+    that reads `weights`. Imports it.
+    """
+    for component in config.user_components:
+        if component.kind is ADVANTAGE:
+            estimator = load(ADVANTAGE, component.name, config.code_paths)
+            if "weights" in signature(estimator).parameters:
+                yield from config.rewards.check_common_weights(component.name)
 
 
 def _failure(trial: Callable[[], None]) -> BaseException | None:

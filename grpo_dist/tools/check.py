@@ -7,11 +7,12 @@ one could not read its input, so one missing model is one problem.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -39,16 +40,17 @@ from grpo_dist.runs.start import CHECKS as CHECKS_OF_A_RUN
 from grpo_dist.runs.start import resolve_steps
 from grpo_dist.runs.trials import CheckSkipped, Start
 from grpo_dist.runtime.hardware import GIB, DeviceType, device_type, usable_gpus
-from grpo_dist.tools.plan.accelerators import ClusterShape, card_called, parse_cluster
+from grpo_dist.tools.plan.accelerators import Accelerator, ClusterShape, parse_cluster
 from grpo_dist.tools.plan.memory import (
     Footprint,
     Sizes,
     cold_start,
     is_trained_first,
     lora_parameters,
+    refreshed_bytes,
     supervised_rank,
 )
-from grpo_dist.tools.plan.models import ModelShape, frozen_models, model_of
+from grpo_dist.tools.plan.models import ModelShape, frozen_models, itemsize_of, model_of
 from grpo_dist.tools.plan.placement import (
     Roles,
     cold_start_problem,
@@ -155,8 +157,10 @@ def check_memory(start: PlacedStart) -> str:
         wrong += [why] if (why := cold_start_problem(first, cluster)) else []
     lines += _as_stage(config, cluster)
     refuse(wrong)
-    if start.cluster is None or card is None:
-        lines += _describe_host_memory(needs, first, roles, cluster)
+    if cluster.is_measured and (in_host := node_host_bytes(needs, roles, cluster)):
+        lines.append(f"in host memory {in_host / GIB:.1f} of this machine's {cluster.host / GIB:.1f} GiB")
+    if card is None:
+        lines += _describe_memory_without_gpus(needs, first, roles)
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
 
 
@@ -184,14 +188,10 @@ def _parts(need: Footprint) -> str:
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
 
 
-def _describe_host_memory(
-    needs: dict[str, Footprint], first: Footprint | None, roles: Roles, cluster: ClusterShape
+def _describe_memory_without_gpus(
+    needs: dict[str, Footprint], first: Footprint | None, roles: Roles
 ) -> list[str]:
-    """Compare the host memory of all workers with this machine's. Raises Refused if it is too small."""
-    if cluster.card is not None:
-        total = node_host_bytes(needs, roles, cluster)
-        remedy = "set checkpoint.background=false, or take back some of `policy.offload`"
-        return [_fits("in host memory", total, remedy)] if total else []
+    """Compare the memory of all workers with this machine's. Raises Refused if it is too small."""
     total = sum(need.total * roles.workers[role] for role, need in needs.items())
     remedy = "lower `policy.num_workers`, `rollout.num_workers`, `rollout.kv_cache_gib` or "
     lines = [_fits("all together", total, f"{remedy}`batch.micro_batch_tokens`")]
@@ -221,19 +221,16 @@ def _roles(config: Config, gpus: int) -> Roles:
 
 
 def this_machine() -> ClusterShape:
-    """Return this machine's GPUs as reported by the driver, without starting anything on them. Raises
-    UserError as `usable_gpus`.
+    """Return this machine's GPUs as reported by the driver, without starting anything on them, and its host
+    memory. The speeds of the card are not known (NaN). Raises UserError as `usable_gpus`.
     """
     count = usable_gpus()  # the driver also lists GPUs that are hidden from this process
     if not count:
         return ClusterShape(1, 0, None)
     name, memory = list_gpus()[0]
-    card = card_called(name)
-    if card is None:
-        raise Refused(
-            f"{name} is in no table of `plan`; name a similar one with --cluster, e.g. 1x{count}xA100"
-        )
-    return ClusterShape(1, count, replace(card, name=name, memory=memory))
+    speeds = dict.fromkeys(("flops", "hbm", "link", "network", "price", "pcie", "fp8", "float32"), math.nan)
+    card = Accelerator(name=name, memory=memory, host=psutil.virtual_memory().total // count, **speeds)
+    return ClusterShape(1, count, card, is_measured=True)
 
 
 def check_versions(start: PlacedStart) -> str:
@@ -297,12 +294,15 @@ def check_disk(start: PlacedStart) -> str:
     trained = lora_parameters(config.policy, model)
     # Adam keeps two float32 numbers per weight; bfloat16 weights have a float32 copy as well.
     checkpoint = trained * (4 + 4 + 4 + 2)
-    required_bytes = checkpoint * (config.checkpoint.keep + 1) + model.parameters * 4 + _LOG_BYTES
+    itemsize = itemsize_of(config.model.dtype, gpu=start.device == "cuda")
+    checkpoint += refreshed_bytes(config, model, itemsize=itemsize)
+    kept = config.checkpoint.keep + bool(config.checkpoint.keep_best)
+    required_bytes = checkpoint * (kept + 1) + model.parameters * 4 + _LOG_BYTES
     where = check_writable(choose_run_dir(config.checkpoint, config.name, config.output_dir))
     free = shutil.disk_usage(where).free
     text = (
         f"{free / GIB:.1f} GiB free in {where}, {required_bytes / GIB:.1f} GiB at most are needed "
-        f"({config.checkpoint.keep} checkpoints of {checkpoint / GIB:.2f} GiB and one being written, the "
+        f"({kept} checkpoints of {checkpoint / GIB:.2f} GiB and one being written, the "
         "model, logs)"
     )
     if free < required_bytes:
@@ -378,8 +378,12 @@ def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
     notes: list[str] = []
     with suppress(ValueError):  # a check reports a missing model
         config = restore_begun(config, run_dir, notes.append)
-    with suppress(ValueError, OSError):  # a check reports unreadable rows
+    try:
         config = resolve_steps(config, notes.append)
+    except Refused as error:
+        yield CheckResult("steps", str(error), problem=True)
+    except (ValueError, OSError):
+        pass  # a check reports unreadable rows
     config = set_template_date(config, read_template_date(run_dir))
     for note in notes:
         yield CheckResult("settings", note)

@@ -25,7 +25,8 @@ from grpo_dist.plugins.user_code import (
     UserComponent,
 )
 from grpo_dist.runs import trials
-from grpo_dist.runs.trials import user_code_problems
+from grpo_dist.runs.start import check_user_code
+from grpo_dist.runs.trials import Start, user_code_problems
 from grpo_dist.tools.check import run_checks
 from tests.support import fakes
 from tests.support.patience import HANG_S, longer
@@ -48,6 +49,12 @@ def mean_of_means(token_losses, mask):
     return token_losses.sum() / mask.sum()
 
 def asks(rewards, difficulty):
+    return rewards
+
+def weighs(rewards, weights):
+    return rewards * weights.get("math", 1.0)
+
+def centres(rewards):
     return rewards
 
 def per_group(rewards, group_ids):
@@ -184,6 +191,22 @@ def test_check_tries_own_code_and_names_the_key(code, tmp_path, monkeypatch):
     assert check().detail == "algorithm.loss: tried_pieces:good" and not check().problem
     failed = check("algorithm.loss.kwargs={gamma: 1}")
     assert failed.problem and "`algorithm.loss` = tried_pieces:good" in failed.detail
+
+
+def test_an_estimator_that_reads_weights_has_one_of_each_reward(code):
+    def check(name, weight):
+        by_source = {"add3": {"functions": [{"function": "math", "weight": weight}]}}
+        algorithm, data = {"advantage": f"tried_pieces:{name}"}, {"train": [{"path": "demo:add3"}]}
+        config = fakes.config(
+            code_paths=[code], algorithm=algorithm, data=data, rewards={"by_source": by_source}
+        )
+        check_user_code(Start(config, print))
+
+    check("weighs", 1)
+    check("centres", 3)
+    message = r"`algorithm\.advantage` = tried_pieces:weighs uses one weight of reward math .*\[1\.0, 3\.0\]"
+    with pytest.raises(ValueError, match=message):
+        check("weighs", 3)
 
 
 def metric_settings(code, *functions):

@@ -12,7 +12,7 @@ from grpo_dist.demo.tokenizer import character_tokenizer
 
 # Tiny random models of the architectures that engine and trainer both compute.
 
-_COMMON = {
+COMMON = {
     "vocab_size": 272, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 512,
     "initializer_range": 0.1, "tie_word_embeddings": False,
@@ -33,7 +33,7 @@ _TIED = {"sliding_window": 16, "tie_word_embeddings": True}
 # Caps that change the attention and the logits of a random model.
 _GEMMA2 = _TIED | {"head_dim": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}
 
-# Model type and changes to `_COMMON`, by case.
+# Model type and changes to `COMMON`, by case.
 SHAPES = {
     "cohere2, scaled logits": ("cohere2", _TIED | {"sliding_window": 256, "logit_scale": 0.25}),
     "ernie4_5": ("ernie4_5", {}),
@@ -74,7 +74,7 @@ SHAPES = {
 def architecture(directory, name):
     """Return the directory of the model ``name``, created once."""
     kind, changes = SHAPES[name]
-    return random_model(write_config(directory, {"model_type": kind} | _COMMON | changes), seed=0)
+    return random_model(write_config(directory, {"model_type": kind} | COMMON | changes), seed=0)
 
 
 # Tiny mixture-of-experts models with random weights: 2 layers of 4 experts, 2 of them for each token.

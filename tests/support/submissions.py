@@ -319,7 +319,7 @@ RAYJOB = an(
         "spec": an(
             {
                 "entrypoint": TEXT, "entrypointNumCpus": NUMBER, "entrypointResources": TEXT,
-                "runtimeEnvYAML": TEXT, "backoffLimit": WHOLE, "activeDeadlineSeconds": WHOLE,
+                "runtimeEnvYAML": TEXT, "backoffLimit": WHOLE,
                 "shutdownAfterJobFinishes": TRUTH, "ttlSecondsAfterFinished": WHOLE,
                 "rayClusterSpec": _CLUSTER,
             },

@@ -101,15 +101,15 @@ def _pairs(tokens: int) -> int:
 def figures(
     steps: Sequence[StepRecord],
     *,
-    shape: Shape,
+    shape: Shape | None,
     peak_flops: float | None,
     limits: MachineLimits,
     overlapped: bool,
     frozen: bool = False,
 ) -> dict[str, float]:
-    """Return the figures of the timed ``steps`` by name. ``peak_flops``: all policy ranks together.
-    ``overlapped``: sampling runs ahead, so the largest limit bounds a step instead of their sum. ``frozen``:
-    only adapters are trained.
+    """Return the figures of the timed ``steps`` by name. ``shape``: None if the model's operations cannot be
+    counted. ``peak_flops``: all policy ranks together. ``overlapped``: sampling runs ahead, so the largest
+    limit bounds a step instead of their sum. ``frozen``: only adapters are trained.
     """
     seconds = sum(step.seconds for step in steps)
     completion = sum(r.length for s in steps for r in s.requests)
@@ -117,7 +117,6 @@ def figures(
     sampling = _total(steps, "time/rollout_sample_busy_s")
     update, scoring = _total(steps, "time/policy_update_busy_s"), _total(steps, "time/reward_score_busy_s")
     sync = sum(map(_sync_s, steps))
-    work = sum(NeededWork.from_step(step).flops(shape, frozen=frozen) for step in steps)
     trained = _total(steps, "train/tokens")
     values = {
         "loop/step_s": seconds / len(steps),
@@ -139,9 +138,11 @@ def figures(
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
     }
     if peak_flops:
+        values["training/peak_flops"] = peak_flops
+    if peak_flops and shape:
+        work = sum(NeededWork.from_step(step).flops(shape, frozen=frozen) for step in steps)
         # Excludes rows that no update trained on, in proportion to their tokens.
         values["training/mfu"] = work * (trained / tokens) / update / peak_flops
-        values["training/peak_flops"] = peak_flops
     work_of_stages = {
         "generation/tokens_per_s": (completion / len(steps), limits.generation_tokens_per_s),
         "training/tokens_per_s": (trained / len(steps), limits.training_tokens_per_s),

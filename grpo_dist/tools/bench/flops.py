@@ -18,6 +18,13 @@ _CARDS = {
     "T4": 65e12,
 }  # fmt: skip
 
+# Model types whose layers are all alike and have the weights that `Shape.from_config` counts.
+_COUNTED = {
+    "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense",
+    "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -46,10 +53,17 @@ class Shape:
     norms: int = 2
 
     @classmethod
-    def from_model_dir(cls, model_dir: Path) -> Shape:
-        """Read the shape of a Hugging Face model directory."""
+    def from_model_dir(cls, model_dir: Path) -> Shape | None:
+        """Read the shape of a Hugging Face model directory; None if the type has other weights."""
         c = json.loads((model_dir / "config.json").read_text())
-        return cls.from_config(c.get("text_config", c))
+        c = dict(c.get("text_config") or c)
+        if (kind := c.pop("model_type", None)) not in _COUNTED:
+            return None
+        from transformers import AutoConfig  # knows the values that a config.json leaves out
+
+        c = AutoConfig.for_model(kind, **c).to_dict()
+        is_alike = not c.get("mlp_only_layers") and c.get("decoder_sparse_step", 1) == 1
+        return cls.from_config(c) if is_alike else None
 
     @classmethod
     def from_config(cls, c: Mapping[str, Any]) -> Shape:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ def measured(
 ) -> BenchResult:
     """Return the result of the timed ``steps``."""
     peak, settings = limits.matmul_flops, limits.settings
-    if card := _card():
+    if card := _half_precision_peak(config.model.dtype):
         peak, settings = card * config.policy.num_workers, settings | {"peak": "data sheet"}
     values = figures(
         steps,
@@ -135,8 +135,11 @@ def measured(
     )
 
 
-def _card() -> float | None:
-    if device_type() == "cpu" or resolve_dtype("auto") == torch.float32:
+def _half_precision_peak(dtype: Literal["auto", "float32", "bfloat16"]) -> float | None:
+    """Return the data sheet's operations per second of this machine's GPU; None if the model computes in
+    float32, or the card is unknown.
+    """
+    if device_type() == "cpu" or resolve_dtype(dtype, "cuda") == torch.float32:
         return None
     return card_peak(torch.cuda.get_device_name(0))
 

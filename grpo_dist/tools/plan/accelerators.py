@@ -96,11 +96,12 @@ def card_called(name: str) -> Accelerator | None:
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """``card`` None: no GPUs."""
+    """``card`` None: no GPUs. ``is_measured``: the memory is that of a machine, not of the data sheets."""
 
     nodes: int
     gpus_per_node: int
     card: Accelerator | None
+    is_measured: bool = False
 
     @property
     def gpus(self) -> int:
@@ -113,7 +114,7 @@ class ClusterShape:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory per node, assumed."""
+        """Bytes of host memory per node."""
         return self.gpus_per_node * self.card.host if self.card else 0
 
     def __str__(self) -> str:

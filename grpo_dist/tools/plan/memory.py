@@ -365,6 +365,15 @@ def reference_worker(max_length: int, model: ModelShape, sizes: Sizes) -> Footpr
     )
 
 
+def refreshed_bytes(config: Config, model: ModelShape, *, itemsize: int) -> int:
+    """Return the bytes of the reference in a checkpoint: 0 if it never changes. ``itemsize``: bytes per
+    weight; a moving average is float32.
+    """
+    if not (config.needs_reference and config.reference.refresh_every):
+        return 0
+    return model.parameters * (itemsize if config.reference.refresh_mix == 1 else 4)
+
+
 def frozen_worker(max_length: int, model: FrozenModel, sizes: Sizes) -> Footprint:
     """Return the memory of a teacher's or reward model's worker on one GPU.
 
@@ -480,8 +489,8 @@ def rollout_engine(
 def with_snapshot(
     engine: EngineFootprint, policy: PolicyConfig, model: ModelShape, sizes: Sizes, *, engines: int
 ) -> EngineFootprint:
-    """Return the memory of one of the evaluation ``engines``, with its share of policy rank 0's weight
-    snapshot in host memory.
+    """Return the memory of one of the evaluation ``engines``, with policy rank 0's weight snapshot for all of
+    them; without GPUs, with its share of that.
     """
     only_adapters = policy.lora is not None and policy.lora.sync == "adapter"
     copied = (
@@ -489,8 +498,7 @@ def with_snapshot(
         if only_adapters
         else model.weight_bytes(sizes.itemsize, fp8=False)
     )
-    snapshot = {"snapshot": copied // engines}
     if not sizes.gpu:
-        return replace(engine, parts=engine.parts | snapshot)
+        return replace(engine, parts=engine.parts | {"snapshot": copied // engines})
     kept = {name: size for name, size in engine.host.items() if name in (_DRAFTS, _ROUTES)}
-    return replace(engine, host=kept | snapshot)
+    return replace(engine, host=kept, host_first={"snapshot": copied})

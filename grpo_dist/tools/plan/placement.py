@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from actors.placement.demands import Resources, describe, placement
 from actors.placement.fitting import Node, bundles, too_large
 from grpo_dist.config import Config, ModelConfig, PolicyConfig, RewardModelConfig, SupervisedConfig
@@ -56,7 +58,7 @@ _BUCKET_MB = 256  # `weight_sync.bucket_mb` on GPUs, MiB
 class Roles:
     """``gpus``: number in use. The threads of an engine and a policy rank matter without GPUs. ``sharing``:
     roles colocated on the policy's GPUs, including the policy; empty if all are separate. ``workers``: number
-    per role, teacher and reward model.
+    per role, teacher and reward model. ``engine_gpus``: GPUs of one engine.
     """
 
     gpus: int
@@ -65,6 +67,7 @@ class Roles:
     words: str
     sharing: frozenset[str]
     workers: Mapping[str, int]
+    engine_gpus: int
 
     @property
     def reference_is_base(self) -> bool:
@@ -96,6 +99,7 @@ def made_roles(config: Config, has: Resources) -> Roles:
         describe(demands, has),
         frozenset(sharing),
         workers,
+        config.rollout.tensor_parallel_size,
     )
 
 
@@ -214,21 +218,32 @@ def _colocated(
     return colocated
 
 
-def host_bytes(memory: Mapping[str, Footprint], workers: Mapping[str, int], *, per_node: int) -> int:
-    """Return the maximum host memory of one node's workers, at most ``per_node`` per role. Excludes the few
-    GiB of each process.
-    """
-    each = sum(
-        sum(worker.host.values()) * min(workers[role], per_node)
-        for role, worker in memory.items()
-        if worker.host
-    )
-    return each + sum(sum(worker.host_first.values()) for worker in memory.values())
-
-
 def node_host_bytes(memory: Mapping[str, Footprint], roles: Roles, cluster: ClusterShape) -> int:
-    """Return the host memory used by one node's workers."""
-    return host_bytes(memory, roles.workers, per_node=cluster.gpus_per_node)
+    """Return the largest host memory of workers that fit on one node's GPUs: roles may share a node.
+    ``host_first`` is on the node of policy rank 0. Excludes the few GiB of each process.
+
+    Nodes of 8 GPUs, 8 ranks of 10 GiB, engines of 4 GPUs and 50 GiB: 1 engine -> 90 GiB, 2 -> 100 GiB.
+    """
+
+    def host(role: str) -> int:
+        return sum(memory[role].host.values()) if role in memory else 0
+
+    ranks, engines, width = roles.workers["policy"], roles.workers["rollout"], roles.engine_gpus
+    each = sum(host(role) for role in {"policy", *roles.sharing} - {"rollout"})  # on a GPU of the policy
+    first = sum(sum(worker.host_first.values()) for worker in memory.values())
+    if "rollout" in roles.sharing:  # as in `fitting.bundles`: an engine with the ranks on its GPUs
+        kinds = [(engines, width, width * each + host("rollout")), (ranks - engines * width, 1, each)]
+    else:
+        kinds = [(ranks, 1, each), (engines, width, host("rollout"))]
+    (count, gpus, size), *others = kinds
+    evaluation = (roles.workers.get("evaluation", 0), width, host("evaluation"))
+    kinds = [(1, gpus, size + first), (count - 1, gpus, size), *others, evaluation]
+    room = cluster.gpus_per_node
+    fullest = np.zeros(room + 1)  # by the number of GPUs that the workers may use
+    for count, gpus, size in kinds:
+        for _ in range(min(count, room // gpus)):
+            fullest[gpus:] = np.maximum(fullest[gpus:], fullest[: room + 1 - gpus] + size)
+    return int(fullest[-1])
 
 
 # Checks that memory fits
@@ -282,13 +297,19 @@ def memory_problems(
         )
     host_need, available = node_host_bytes(memory, roles, cluster), cluster.host
     if host_need > available:
-        first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
-        background = ", set checkpoint.background=false" if config.checkpoint.background else ""
-        texts = ", set rollout.speculation=null" if config.rollout.speculation else ""
+        offload = config.policy.offload
+        remedies = {
+            "set cluster.placement=separate": roles.sharing,
+            "take back some of `policy.offload`": "cpu" in (offload.optimizer, offload.parameters),
+            "set checkpoint.background=false": config.checkpoint.background,
+            "set weight_sync.deltas=false": config.weight_sync.deltas is True,
+            "set rollout.speculation=null": config.rollout.speculation,
+        }
+        ways = [*(remedy for remedy, helps in remedies.items() if helps), "or add nodes"]
+        has = "has" if cluster.is_measured else "is assumed to have"
         problems.append(
             f"host memory: the workers of one node keep {host_need / GIB:,.0f} GiB there, and a node of "
-            f"{cluster} is assumed to have {available / GIB:,.0f} GiB; {first}{background}{texts}, or add "
-            "nodes"
+            f"{cluster} {has} {available / GIB:,.0f} GiB; {', '.join(ways).removeprefix('or ')}"
         )
     return problems
 

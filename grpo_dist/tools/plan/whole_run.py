@@ -16,7 +16,7 @@ from grpo_dist.data.readers import read
 from grpo_dist.errors import expanded
 from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.plan.memory import rank_bytes
+from grpo_dist.tools.plan.memory import rank_bytes, refreshed_bytes
 from grpo_dist.tools.plan.options import Option, Planned
 from grpo_dist.tools.plan.simulation import Scenario, evaluation_s
 
@@ -213,8 +213,7 @@ def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
     settings, rates = config.checkpoint, scenario.rates
     count = checkpoints(settings.every, config.steps)
     ranks = rank_bytes(config.policy, rates.model, rates.sizes)
-    is_renewed = config.needs_reference and config.reference.refresh_every
-    reference = rates.model.parameters * rates.sizes.itemsize if is_renewed else 0
+    reference = refreshed_bytes(config, rates.model, itemsize=rates.sizes.itemsize)
     write_s = sum(ranks) / DISK
     held_s = reference / DISK  # its worker writes them while the loop waits
     if scenario.sharing:  # the policy returns to its GPUs, sends the engines their weights, and leaves

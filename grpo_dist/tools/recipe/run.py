@@ -302,7 +302,8 @@ def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], 
     lines = [json.loads(text) for text in (stage.directory / "metrics.jsonl").read_text().splitlines()]
     measured = [(line["step"], _measures(line)) for line in lines]
     first = next((metrics for step, metrics in measured if step == 0 and metrics), before)
-    last: Measures = next((metrics for step, metrics in measured if step == stage.config.steps), {})
+    steps = finished_steps(stage.directory)  # fewer where `checkpoint.patience` or `target` ended the run
+    last: Measures = next((metrics for step, metrics in measured if step == steps), {})
     return StageResult(first, last)
 
 

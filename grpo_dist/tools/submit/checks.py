@@ -12,7 +12,7 @@ from typing import Any
 
 from actors.placement.demands import Resources, describe, placement
 from actors.placement.fitting import Node, bundles, fits
-from grpo_dist.config import CheckpointConfig, Config
+from grpo_dist.config import Config
 from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.tools.submit.job import Job, Variable
@@ -28,9 +28,11 @@ _BOUNDS = {
 }  # fmt: skip
 
 
-def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> None:
-    """Raise UserError for a run that is complete or cannot resume after an interruption."""
-    if checkpoint.resume == "never":
+def check_resumes(config: Config, run_dir: Path) -> None:
+    """Raise UserError for a run that is complete or cannot resume after an interruption. The steps of
+    `epochs` follow from rows that may exist only on the cluster.
+    """
+    if config.checkpoint.resume == "never":
         raise UserError(
             "`checkpoint.resume` = never: a preempted job would start over in another directory; use "
             "auto, and another `name` for a fresh run"
@@ -38,7 +40,7 @@ def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> No
     from grpo_dist.runs.run_directory import finished_steps  # imports torch
 
     num_finished = finished_steps(run_dir)
-    if num_finished is not None and num_finished >= steps:
+    if num_finished is not None and config.epochs is None and num_finished >= config.steps:
         raise UserError(
             f"{run_dir}: the run is complete ({num_finished} steps); choose another `name`, or raise "
             "`steps` to continue"
@@ -214,4 +216,5 @@ def _most_nodes(config: Config) -> int:
     """Return the maximum useful number of nodes: one per computing worker."""
     models = sum(model.num_workers for model in config.rewards.models)
     models += sum(teacher.num_workers for teacher in config.distillation.teachers_with_workers)
-    return config.rollout.num_workers + config.policy.num_workers + config.reference.num_workers + models
+    engines = config.rollout.num_workers + config.evaluation.num_workers
+    return engines + config.policy.num_workers + config.reference.num_workers + models

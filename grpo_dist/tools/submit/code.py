@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from grpo_dist.config import Config
+from grpo_dist.config.differences import listed
 from grpo_dist.config.files import to_yaml
 from grpo_dist.errors import UserError, expanded, searched
 from grpo_dist.runtime import __version__
@@ -43,16 +44,21 @@ _METADATA = {
 class Carried:
     """A directory and its files, in bytes by path.
 
-    ``left_out``: reason per excluded user file: it looks like a key, is a link or not a file.
+    ``left_out``: reason per user file that must not travel: it looks like a key, is a link or not a file.
+    ``excluded``: other user files and directories that do not travel, by the pattern that they match.
     """
 
     directory: Path
     files: dict[str, int]
     left_out: dict[str, str] = field(default_factory=dict)
+    excluded: dict[str, set[str]] = field(default_factory=dict)
 
     def notices(self) -> list[str]:
         """Return lines such as ``left out: rewards/id_rsa (its name looks like a key)``."""
-        return [f"left out: {json.dumps(name)[1:-1]} ({why})" for name, why in sorted(self.left_out.items())]
+        lines = sorted(self.left_out.items())
+        excluded = sorted(self.excluded.items())
+        lines += [(listed(sorted(names)), f"excluded by {pattern}") for pattern, names in excluded]
+        return [f"left out: {json.dumps(names)[1:-1]} ({why})" for names, why in lines]
 
     def summary(self) -> str:
         """Return a line such as ``config.yaml, grpo_dist/ (130 files), actors/ (26 files): 0.9 MiB``."""
@@ -82,16 +88,19 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     Raises UserError for code that cannot be uploaded, or too large files.
     """
     left_out: dict[str, str] = {}
+    excluded: dict[str, set[str]] = {}
     files: dict[str, Path] = {}  # by path in the job's directory
-    patterns = (*excludes, f"/{Path(config.output_dir).name}", into.name)
+    output = expanded(config.output_dir).resolve()
+    patterns = (*excludes, *([f"/{output.name}/"] if output.parent == Path.cwd() else []))
     for directory in map(Path, _code_directories(config.code_paths)):
-        files |= {os.path.normpath(file): file for file in _files(directory, patterns, left_out)}
+        files |= {os.path.normpath(file): file for file in _files(directory, patterns, left_out, excluded)}
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
         root = Path(spec.origin).parent
         files = {name: file for name, file in files.items() if not name.startswith(f"{package}/")}
-        files |= {f"{package}/{file.relative_to(root)}": file for file in _files(root, ("__pycache__",), {})}
+        package_files = _files(root, ("__pycache__",), {}, {})
+        files |= {f"{package}/{file.relative_to(root)}": file for file in package_files}
     texts = {f"grpo_dist-{__version__}.dist-info/{name}": text for name, text in _METADATA.items()}
     texts[CONFIG] = resolved(config, grows=True)
     sizes = {name: file.stat().st_size for name, file in files.items()}
@@ -103,7 +112,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
             (into / name).write_text(texts[name], encoding="utf-8")
         else:
             shutil.copy2(files[name], into / name)
-    return Carried(into, dict(sorted(sizes.items())), left_out)
+    return Carried(into, dict(sorted(sizes.items())), left_out, excluded)
 
 
 def _code_directories(code_paths: Sequence[str]) -> Iterator[str]:
@@ -126,19 +135,23 @@ def _code_directories(code_paths: Sequence[str]) -> Iterator[str]:
             yield relative
 
 
-def _files(source: Path, excludes: Sequence[str], left_out: dict[str, str]) -> Iterator[Path]:
-    """Yield a directory's files to upload; add excluded files to ``left_out``, with the reason."""
+def _files(
+    source: Path, excludes: Sequence[str], left_out: dict[str, str], excluded: dict[str, set[str]]
+) -> Iterator[Path]:
+    """Yield a directory's files to upload; add the others to ``left_out`` and ``excluded``."""
     top = source.resolve()
     for directory, folders, names in os.walk(source, onerror=_unreadable, followlinks=True):
         at_top = Path(directory).resolve() == Path.cwd()
-        patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
+        patterns = [p for p in excludes if at_top or not p.startswith("/")]
         fit = set()
         for name in (*folders, *names):
             path = Path(directory) / name
             both = {name, path.resolve().name}  # a link is also excluded by its target's name
             if why := _unfit(path, top):
                 left_out[os.path.relpath(path)] = why
-            elif not any(fnmatch(each, pattern) for each in both for pattern in patterns):
+            elif matched := [p for p in patterns if any(fnmatch(each, p.strip("/")) for each in both)]:
+                excluded.setdefault(matched[0], set()).add(os.path.relpath(path))
+            else:
                 fit.add(name)
         folders[:] = fit.intersection(folders)
         yield from (Path(directory) / name for name in names if name in fit)

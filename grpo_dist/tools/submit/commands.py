@@ -52,7 +52,7 @@ def submit(
         )
     config = load_config(path, overrides)
     check_one_line("`output_dir`", config.output_dir)
-    check_resumes(config.checkpoint, config.steps, run_directory(config.name, config.output_dir))
+    check_resumes(config, run_directory(config.name, config.output_dir))
     check_rewards_known(config)
     job = Job(config, Path(path).resolve(), tuple(overrides), variables(env or ()))
     target = _target(to, options)

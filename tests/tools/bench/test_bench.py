@@ -3,6 +3,7 @@ real benchmark, whose figures must be consistent. Speeds are not tested.
 """
 
 import asyncio
+import json
 import math
 import re
 import statistics
@@ -17,7 +18,7 @@ from grpo_dist import driver
 from grpo_dist.cli import main
 from grpo_dist.config import Config, LognormalLengths
 from grpo_dist.runtime.metering import Span, Usage
-from grpo_dist.tools.bench import limits
+from grpo_dist.tools.bench import limits, run
 from grpo_dist.tools.bench.figures import MachineLimits, NeededWork, covered_s, figures, shares
 from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.bench.lengths import lengths_of
@@ -26,7 +27,9 @@ from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, 
 from grpo_dist.tools.bench.result import ActorMemory, BenchResult, DecodeStep
 from grpo_dist.tools.bench.run import _workload, make_benchmark_config, timed
 from grpo_dist.tools.bench.table import FIGURES, compare, print_result, ratios
+from grpo_dist.tools.plan.models import from_config_json
 from tests.support.fakes import World, config, prompts
+from tests.support.models import COMMON, EXPERT_SHAPES, SHAPES, write_config
 
 SHAPE = Shape(hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8, vocabulary=10)
 
@@ -56,6 +59,42 @@ def test_training_flops_by_hand():
     weights, attention = 288 * 3 + 40 * 2, 6 * 2 * 2 * 2 * 2
     assert training_flops(SHAPE, [(3, 2)]) == 6 * (weights + attention)
     assert training_flops(SHAPE, [(3, 2), (3, 2)]) == 2 * training_flops(SHAPE, [(3, 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in SHAPES.values()} | {*EXPERT_SHAPES}))
+def test_the_weights_that_compute_a_token_are_counted_or_the_model_has_no_shape(tmp_path, kind):
+    """Against transformers' own model, as `plan` measures it."""
+    c = {"model_type": kind, **EXPERT_SHAPES.get(kind, COMMON), "head_dim": 32, "pad_token_id": 0}
+    write_config(tmp_path, c).rename(tmp_path / "config.json")
+    shape = Shape.from_model_dir(tmp_path)
+    if kind in ("glm4_moe", "gpt_neox", "gpt_oss", "nemotron", "phi", "starcoder2"):
+        assert shape is None
+        return
+    head = shape.hidden * shape.vocabulary
+    assert shape.layers * shape.layer_weights == from_config_json(c, kind).computing - head
+
+
+def test_what_a_config_json_leaves_out_is_counted_and_layers_of_two_kinds_are_not(tmp_path):
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert Shape.from_model_dir(tmp_path) == Shape(64, 2, 8, 4, 256, 96, 262_208)
+    mixed = EXPERT_SHAPES["qwen3_moe"] | {"model_type": "qwen3_moe", "mlp_only_layers": [0]}
+    for other in (mixed, COMMON | {"model_type": "starcoder2"}):
+        (tmp_path / "config.json").write_text(json.dumps(other))
+        assert Shape.from_model_dir(tmp_path) is None
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [("auto", 312e12), ("bfloat16", 312e12), ("float32", None)])
+def test_the_peak_of_the_data_sheet_is_that_of_half_precision(monkeypatch, dtype, peak):
+    monkeypatch.setattr(run, "device_type", lambda: "cuda")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "NVIDIA A100-SXM4-80GB")
+    assert run._half_precision_peak(dtype) == peak
+
+
+def test_without_a_shape_there_is_no_utilisation():
+    values = figures([step(0, SPANS)], shape=None, peak_flops=9.0, limits=MachineLimits(), overlapped=False)
+    assert "training/mfu" not in values and values["training/peak_flops"] == 9.0
 
 
 def test_frozen_weights_have_no_gradients_and_attention_has():

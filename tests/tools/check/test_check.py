@@ -23,7 +23,6 @@ from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.model_files import cached
 from grpo_dist.tools import check
 from grpo_dist.tools.check import CHECKS, CheckResult, problems, run_checks
-from grpo_dist.tools.plan.accelerators import parse_cluster
 from tests.support.good_inputs import GOOD, write
 from tests.support.tiers import slow_after
 
@@ -90,6 +89,12 @@ def test_a_missing_model_missing_data_and_a_misspelt_reward_are_three_problems(h
         assert f"\n--  {name}: not checked: the model cannot be read" in output
 
 
+def test_a_step_after_the_last_of_all_epochs_is_a_problem(here):
+    config = load_config("config.yaml", ["epochs=2", "profile.steps=[11]"])
+    first = next(run_checks(config, cluster=None))
+    assert first.problem and "`profile.steps` = [11], `steps` = 10: the run ends before" in first.detail
+
+
 def test_golds_that_are_no_mathematics_are_named_by_file_and_row(here):
     write("train.jsonl", [*GOOD, {"problem": "Which way?", "answer": "north-west!!"}])
     words = "1 of 21 gold answers are not parsable mathematics and are matched as text, e.g. train.jsonl:21: "
@@ -154,19 +159,21 @@ def test_a_remote_cluster_is_checked_by_its_data_sheet(here):
     assert "5 GPUs are needed" in missing["placement"].detail
 
 
-def test_only_gpus_visible_to_this_process_count(monkeypatch):
+@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA A800-SXM4-80GB"])  # in a table of `plan`, in none
+def test_only_gpus_visible_to_this_process_count(monkeypatch, name):
     """The driver lists all GPUs of a shared machine, also GPUs of other users."""
     driver = {
         "nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetCount": lambda: 8,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetName": lambda card: "NVIDIA L40S",
+        "nvmlDeviceGetName": lambda card: name,
         "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=46 * 2**30),
     }  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**driver))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     here = check.this_machine()
-    assert (str(here), here.card.memory) == ("1x2xNVIDIA L40S", 46 * 2**30)
+    assert (str(here), here.card.memory) == (f"1x2x{name}", 46 * 2**30)
+    assert here.host == check.psutil.virtual_memory().total // 2 * 2
 
 
 @pytest.mark.slow
@@ -318,19 +325,45 @@ def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeyp
 
 
 @pytest.mark.slow
-def test_offloaded_states_must_fit_into_host_memory(here, monkeypatch):
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "NVIDIA A800-SXM4-80GB"])
+def test_offloaded_states_must_fit_into_host_memory_of_this_machine(here, monkeypatch, name):
+    """`plan` assumes 144 GiB for an A100, and knows no A800."""
     gib = 2**30
-    monkeypatch.setattr(check, "this_machine", lambda: parse_cluster("1x2xH100"))
+    monkeypatch.setattr(check, "usable_gpus", lambda: 1)
+    monkeypatch.setattr(check, "list_gpus", lambda: [(name, 80 * gib)])
     overrides = ["model.path=Qwen/Qwen2.5-7B-Instruct", "policy.offload.optimizer=cpu", "policy.zero_stage=2",
            "model.dtype=bfloat16", "model.gradient_checkpointing=true"]  # fmt: skip
-    needed = (16 + 14) * 7_615_616_512 / gib  # states, and the copy that a checkpoint is written from
+    # States, the copy that a checkpoint is written from, and weights and gradients while the engine samples.
+    needed = (16 + 14 + 6) * 7_615_616_512 / gib
     for has, fits in ((256, True), (64, False)):
         memory = namedtuple("Memory", ["total"])(has * gib)
         monkeypatch.setattr(check.psutil, "virtual_memory", lambda memory=memory: memory)
         outcome = results(*overrides)["memory"]
-        assert f"in host memory {needed:.1f} of this machine's {has}.0" in outcome.detail
         assert outcome.problem is not fits
-        assert ("`policy.offload`" in outcome.detail) is not fits
+        if fits:
+            assert f"in host memory {needed:.1f} of this machine's {has}.0 GiB" in outcome.detail
+        else:
+            words = f"keep {needed:.0f} GiB there, and a node of 1x1x{name} has {has} GiB; "
+            assert words in outcome.detail and "take back some of `policy.offload`" in outcome.detail
+
+
+def test_disk_space_counts_the_best_checkpoint_and_a_refreshed_reference(here, monkeypatch):
+    monkeypatch.setattr(check.shutil, "disk_usage", lambda path: Usage(2**50, 0, 2**50))
+    large = ["model.path=Qwen/Qwen2.5-7B-Instruct", "model.dtype=bfloat16", "checkpoint.keep=2"]
+    best = [
+        "checkpoint.keep_best=eval/held/pass@1",
+        "data.eval=[{path: train.jsonl, name: held}]",
+        "evaluation.every=5",
+    ]
+    refreshed = ["algorithm.kl.coef=0.1", "reference.refresh_every=5"]
+    for overrides, checkpoints, each in (
+        ([], 2, 14), (best, 3, 14), (refreshed, 2, 14 + 2),
+        ([*refreshed, "reference.refresh_mix=0.5"], 2, 14 + 4),
+    ):  # fmt: skip
+        text = check.check_disk(check.PlacedStart(load_config("config.yaml", large + overrides), print))
+        size, total = (n * 7_615_616_512 / 2**30 for n in (each, (checkpoints + 1) * each + 4))
+        assert f"({checkpoints} checkpoints of {size:.2f} GiB and one being written" in text
+        assert f"{total + 1:.1f} GiB at most are needed" in text
 
 
 def test_a_reward_model_must_fit_too(here, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.placement.demands import Resources
 from grpo_dist.errors import UserError
 from grpo_dist.policy.attention import block_spans, varlen_spans
 from grpo_dist.tools.plan.accelerators import parse_cluster
@@ -23,7 +24,7 @@ from grpo_dist.tools.plan.memory import (
     with_snapshot,
 )
 from grpo_dist.tools.plan.models import from_config_json, published
-from grpo_dist.tools.plan.placement import host_bytes
+from grpo_dist.tools.plan.placement import made_roles, node_host_bytes
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.gpu.process import CheckTask
 from tests.gpu.sizes import MEMORY, UpdateSize, planned, update_config
@@ -110,7 +111,8 @@ def test_rank_0_and_each_process_of_an_engine_hold_a_copy_of_the_weights_for_del
         assert worker(deltas).parts == worker(whole).parts
     ranks = {"policy": policy_rank(deltas, model, sizes, LENGTHS)}
     without = {"policy": policy_rank(whole, model, sizes, LENGTHS)}
-    more = host_bytes(ranks, {"policy": 4}, per_node=8) - host_bytes(without, {"policy": 4}, per_node=8)
+    roles, node = made_roles(deltas, Resources(96, 8)), parse_cluster("1x8xH100")
+    more = node_host_bytes(ranks, roles, node) - node_host_bytes(without, roles, node)
     assert more == 2 * 7_615_616_512  # one of the four ranks on the node sends
 
 

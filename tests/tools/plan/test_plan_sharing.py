@@ -4,16 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from actors.placement.demands import Resources
 from grpo_dist.tools.plan.accelerators import Peaks, parse_cluster
 from grpo_dist.tools.plan.memory import GIB, Footprint, Sizes, policy_rank, rank_bytes, rollout_engine, states
 from grpo_dist.tools.plan.models import FrozenModel, published
 from grpo_dist.tools.plan.options import Setting, option_of
-from grpo_dist.tools.plan.placement import REFRESH, SYNC, asleep, host_bytes, memory_problems, node_host_bytes
+from grpo_dist.tools.plan.placement import REFRESH, SYNC, asleep, made_roles, memory_problems, node_host_bytes
 from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
-from tests.support.plans import Times, judges, model_of
+from tests.support.plans import Times, judges, model_of, shape
 
 N = 7_615_616_512
 EMBEDDING = 152064 * 3584
@@ -86,7 +87,7 @@ def test_a_checkpoint_in_host_memory_has_whole_weights_once(stage):
         for kind, part in vars(rank).items()
         if kind != "parts"
     }
-    node = host_bytes({"policy": Footprint({}, **parts)}, {"policy": 8}, per_node=8)
+    node = node_host_bytes({"policy": Footprint({}, **parts)}, option(c).roles, parse_cluster("1x8xH100"))
     assert node == sum(rank_bytes(c.policy, model, sizes))
 
 
@@ -99,6 +100,45 @@ def test_a_node_with_too_little_host_memory_is_refused_with_the_remedy():
         "host memory: the workers of one node keep 326 GiB there, and a node of 1x8xH100"
     )
     assert "set checkpoint.background=false, or add nodes" in problem
+
+
+@pytest.mark.parametrize(("workers", "expected"), [
+    ((8, 1, 4), 50 + 4 * 10 + 3),
+    ((8, 2, 4), 2 * 50),
+    ((8, 4, 1), 4 * 50 + 4 * 10 + 3),
+    ((8, 2, 8), 8 * 10 + 3),
+    ((4, 2, 8), 50),
+    ((8, 2, 4, "colocated"), 8 * 10 + 2 * 50 + 3),
+    ((8, 2, 3, "colocated"), 8 * 10 + 2 * 50 + 3),
+    ((16, 2, 8, "colocated"), 8 * 10 + 50 + 3),
+])  # fmt: skip
+def test_the_fullest_node_holds_what_fits_on_its_gpus(workers, expected):
+    """Policy ranks, engines, and GPUs of an engine, on nodes of 8 GPUs."""
+    roles = made_roles(shape(*workers), Resources(768, 64))
+    memory = {"policy": Footprint({}, {"": 10}, {"": 3}), "rollout": Footprint({}, {"": 50})}
+    assert node_host_bytes(memory, roles, parse_cluster("8x8xH100")) == expected
+
+
+def test_a_snapshot_for_evaluation_engines_is_on_the_node_of_policy_rank_0():
+    held = {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3"}]}
+    c = shape(8, 1, 8, evaluation={"num_workers": 2, "every": 1}, data=held)
+    memory = {"evaluation": Footprint({}, {"": 20}, {"snapshot": 70}), "policy": Footprint({}, {"": 1})}
+    assert node_host_bytes(memory, made_roles(c, Resources(768, 64)), parse_cluster("8x8xH100")) == 8 + 70
+
+
+def test_one_wide_engine_a_node_is_counted_and_the_remedy_is_what_takes_the_memory():
+    c = seven(
+        model={"path": "Qwen/Qwen2.5-72B", "gradient_checkpointing": True, "dtype": "bfloat16"},
+        policy={"num_workers": 32, "zero_stage": 3}, weight_sync={"deltas": True},
+        rollout={"num_workers": 4, "tensor_parallel_size": 8}, cluster={"placement": "separate"},
+        batch={"prompts_per_step": 8, "samples_per_prompt": 8}, algorithm={"kl": {"coef": 0.0}},
+    )  # fmt: skip
+    opt, cluster = option(c, "8x8xH100"), parse_cluster("8x8xH100")
+    assert node_host_bytes(opt.memory, opt.roles, cluster) == 8 * 2 * model_of(c).parameters
+    assert not [problem for problem in opt.problems if problem.startswith("host memory")]
+    small = replace(cluster, card=replace(cluster.card, host=100 * GIB))
+    problem = memory_problems(c, opt.memory, small, opt.roles)[-1]
+    assert "set weight_sync.deltas=false, or add nodes" in problem and "`policy.offload`" not in problem
 
 
 @pytest.mark.parametrize("policy, has_reference", [({"lora": {"rank": 16}}, False), ({}, True)])
@@ -203,7 +243,8 @@ def test_offloaded_states_are_those_that_deepspeed_estimates(parameters):
     )
     assert sum(states(c.policy, model, sizes).values()) == pytest.approx(gpu - gathered, abs=8)
     rank = policy_rank(c, model, sizes, LENGTHS)
-    assert host_bytes({"policy": rank}, {"policy": 8}, per_node=8) == pytest.approx(host, rel=1e-8)
+    node = node_host_bytes({"policy": rank}, option(c).roles, parse_cluster("1x8xH100"))
+    assert node == pytest.approx(host, rel=1e-8)
 
 
 # Times

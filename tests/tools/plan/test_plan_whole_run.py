@@ -160,6 +160,8 @@ def test_a_refreshed_reference_is_written_while_the_loop_waits():
     saves, plain = plan_saves(**renewed), plan_saves()
     assert saves.held_s - plain.held_s == pytest.approx(2 * WEIGHTS / 1e9)
     assert saves.size - plain.size == 2 * WEIGHTS
+    average = renewed | {"reference": {"refresh_every": 10, "refresh_mix": 0.5}}
+    assert plan_saves(**average).size - plain.size == 4 * WEIGHTS  # float32
 
 
 def test_colocated_roles_change_turns_to_save():
@@ -206,7 +208,7 @@ def test_a_plan_counts_the_memory_and_the_wait_of_engines_of_evaluation():
     added = dedicated.memory.pop("evaluation")
     assert dedicated.memory == shared.memory
     assert added.parts["weights"] == shared.memory["rollout"].parts["weights"]
-    assert added.host == {"snapshot": 2 * published("Qwen/Qwen2.5-1.5B").parameters}
+    assert added.host_first == {"snapshot": 2 * published("Qwen/Qwen2.5-1.5B").parameters}
     waits, beside = planned_evaluation(shared, 1.0), planned_evaluation(dedicated, 1.0)
     assert (waits.count, waits.waited_s) == (2, None) and waits.total_s == 2 * waits.seconds
     assert beside.total_s == max(0.0, beside.seconds - 3.0) + beside.seconds

@@ -21,18 +21,22 @@ def stage(kind, directory: Path, **changes) -> ResolvedStage:
     return ResolvedStage("it", kind, directory, config, config, ())
 
 
-@pytest.mark.parametrize(("lines", "after"), [
-    ([(0, 0.1), (2, 0.2), (6, 0.3)], {"eval/add3/pass@1": 0.3}),
-    ([(0, 0.1), (4, 0.2), (6, None)], {}),  # step 4 of 6 is not the stage's final model
+@pytest.mark.parametrize(("steps", "lines", "after"), [
+    (6, [(0, 0.1), (2, 0.2), (6, 0.3)], {"eval/add3/pass@1": 0.3}),
+    (6, [(0, 0.1), (4, 0.2), (6, None)], {}),  # step 4 of 6 is not the stage's final model
+    (9, [(0, 0.1), (4, 0.2), (6, 0.3)], {"eval/add3/pass@1": 0.3}),  # `checkpoint.target` has ended it
 ])  # fmt: skip
-def test_the_result_of_a_run_is_measured_by_the_evaluation_of_its_last_step_alone(tmp_path, lines, after):
+def test_the_result_of_a_run_is_measured_by_the_evaluation_of_its_last_step_alone(
+    tmp_path, monkeypatch, steps, lines, after
+):
     rows = [
         {"step": step, "time/step_s": 1.0} | ({} if rate is None else {"eval/add3/pass@1": rate})
         for step, rate in lines
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
     (tmp_path / "DONE").write_text("6\n")
-    result = run_grpo_stage(stage("grpo", tmp_path, steps=6), {}, quiet)
+    monkeypatch.setattr("grpo_dist.tools.recipe.run.train", lambda config, *, identity: None)
+    result = run_grpo_stage(stage("grpo", tmp_path, steps=steps), {}, quiet)
     assert result.before == {"eval/add3/pass@1": 0.1} and result.after == after
 
 

@@ -200,6 +200,23 @@ def test_the_code_is_uploaded_and_loads_as_the_same_configuration(project):
     assert there.model_copy(update={"cluster": config.cluster}) == config
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_only_the_output_directory_itself_and_the_named_excludes_stay(project, shared):
+    (project / "experiments").mkdir()
+    (project / "experiments/reward.py").write_text("")
+    output = "/shared/experiments" if shared else project / "experiments"
+    config = load_config(config_in(project, output=output), ["code_paths=[., rewards]"])
+    (project / "carried").mkdir()
+    carried = code.gather(config, project / "carried", ray_jobs.runtime_env()["excludes"])
+    assert ("experiments/reward.py" in carried.files) is shared
+    assert carried.notices() == [
+        "left out: rewards/problems.jsonl (excluded by *.jsonl)",
+        *([] if shared else ["left out: experiments (excluded by /experiments/)"]),
+        "left out: runs (excluded by /runs/)",
+        "left out: rewards/checkpoints (excluded by checkpoints/)",
+    ]
+
+
 def test_a_job_submitted_by_hand_uploads_all_code_and_no_outputs():
     from ray._private.runtime_env.packaging import _get_excludes
 
@@ -342,6 +359,7 @@ def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
     (project / "runs/tiny/DONE").write_text("2\n")
     status, output = dry_run(capsys, project)
     assert status == 2 and "the run is complete (2 steps)" in output
+    assert dry_run(capsys, project, "epochs=2")[0] == 0  # `steps` is not read
 
 
 @pytest.mark.slow

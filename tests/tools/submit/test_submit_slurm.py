@@ -116,8 +116,10 @@ def test_a_head_that_does_not_start_is_retried(slurm, without_ray, tmp_path, sta
     assert "has not started (try 1 of 3): port in use" in job.said() and "DRIVER" in job.said()
 
 
-def test_a_setup_script_may_read_unset_variables(slurm, without_ray, tmp_path, start):
-    text = TEMPLATE.read_text().replace("prepare() { :; }", 'prepare() { MINE="a$NOT_SET_HERE"; }')
+def test_a_setup_script_may_read_unset_variables_and_take_long(slurm, without_ray, tmp_path, start):
+    text = TEMPLATE.read_text().replace(
+        "prepare() { :; }", 'prepare() { MINE="a$NOT_SET_HERE"; SECONDS=700; }'
+    )
     job = start(text, "my.yaml", nodes=1, DRIVER_S="0")
     assert job.end() == 0, job.said()
 
@@ -300,6 +302,11 @@ def test_the_fewest_sufficient_nodes_are_requested(slurm, tmp_path, capsys):
     others = ("--to", "slurm", "--gpus-per-node", "6", *gpus[4:], "rollout.num_workers=10")
     status, output = command(capsys, "submit", path, *others)
     assert status == 0 and "#SBATCH --nodes=10\n" in output, output
+    # Four evaluation engines of 8 GPUs take a node each, the other engine and the rank two more.
+    engines = (*gpus[:6], "rollout.tensor_parallel_size=8", "max_staleness=1", "evaluation.num_workers=4",
+               "evaluation.every=1", "data.eval=[{path: 'demo:add3'}]")  # fmt: skip
+    status, output = command(capsys, "submit", path, *engines)
+    assert status == 0 and "#SBATCH --nodes=6\n" in output, output
     # There are 8 GPUs, but an engine of 3 needs them on one node.
     wide = (*gpus[:2], "--gpus-per-node", "2", "rollout.tensor_parallel_size=3", "max_staleness=1")
     status, output = command(capsys, "submit", path, *wide, "--nodes", "4")
