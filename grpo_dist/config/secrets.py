@@ -9,11 +9,14 @@ holds a token, `token_values_every` and `tokenizer` do not.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
+
+from grpo_dist.config.differences import flat
 
 HIDDEN = "***"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -197,6 +200,14 @@ def shown_setting(name: str, value: Any) -> str:
 def secret_values(tree: Any) -> Iterator[str]:
     """Yield texts of ``tree`` that `masked` hides and that are longer than a few characters."""
     yield from _changed(tree, masked(tree))
+
+
+def secret_keys(tree: Any) -> list[str]:
+    """Return the dotted keys of ``tree`` whose values `masked` hides, or has hidden."""
+    # *** of a secret is hidden again, *** in other text is not. Bearer tokens have a digit.
+    plain = json.loads(json.dumps(tree).replace(HIDDEN, "h1dden-value"))
+    before, after = flat(plain), flat(masked(plain))
+    return [key for key in before if before[key] != after[key]]
 
 
 def _changed(value: Any, masked_value: Any) -> Iterator[str]:

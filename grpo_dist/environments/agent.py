@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import secrets
-import shlex
 import shutil
 import signal
 import sys
@@ -33,9 +32,9 @@ from typing import IO, Any
 from aiohttp import web
 
 from grpo_dist.config import EnvironmentsConfig
-from grpo_dist.config.environments import AGENT
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Action, Observed
+from grpo_dist.environments.registry import command_parts, find_part
 from grpo_dist.environments.sandbox.host import environment_of
 from grpo_dist.runtime.processes import SET_PARENT_DEATH_SIGNAL, kill_marked
 from grpo_dist.types import Task
@@ -53,12 +52,7 @@ _RUN = (
 
 def command_of(environment: str, settings: EnvironmentsConfig) -> list[str]:
     """Return the command of ``environment`` such as "program:my_agent.py --fast". Raises ValueError."""
-
-    def locate(part: str) -> str:
-        paths = (Path(directory, part).resolve() for directory in (*settings.code_paths, "."))
-        return next((str(path) for path in paths if path.is_file()), part)
-
-    command = [locate(part) for part in shlex.split(environment.removeprefix(AGENT))]
+    command = [str(find_part(part, settings.code_paths) or part) for part in command_parts(environment)]
     if command[0].endswith(".py") and Path(command[0]).is_file():
         return [settings.python or sys.executable, *command]
     if shutil.which(command[0]) is None:
@@ -103,6 +97,7 @@ class Agents:
 
     def __init__(self, settings: EnvironmentsConfig) -> None:
         self._settings = settings
+        self._begun: set[str] = set()  # episodes that have not ended
         self._live: dict[str, _Agent] = {}
         self._by_key: dict[str, _Agent] = {}
         self._numbers = itertools.count()
@@ -110,12 +105,15 @@ class Agents:
         self._starting = asyncio.Lock()
 
     async def begin(self, episode: str, task: Task, problem: Problem) -> None:
-        """Start an episode's program. Raises ValueError or OSError if it cannot be started."""
+        """Start an episode's program, unless the episode ends first. Raises ValueError or OSError if it
+        cannot be started.
+        """
         command = command_of(task.environment, self._settings)
+        self._begun.add(episode)
         async with self._starting:
             if self._server is None:
                 await self._serve()
-            if episode in self._live:
+            if episode in self._live or episode not in self._begun:
                 return
             assert self._server is not None
             key, (host, port) = secrets.token_urlsafe(24), self._server.addresses[0][:2]
@@ -144,6 +142,8 @@ class Agents:
                     start_new_session=True,
                 )
             self._live[episode] = self._by_key[key] = _Agent(key, process, output, errors)
+        if episode not in self._begun:
+            await self.end(episode)
 
     def has(self, episode: str) -> bool:
         return episode in self._live
@@ -180,7 +180,8 @@ class Agents:
             ending.cancel()
 
     async def end(self, episode: str) -> None:
-        """End an episode's processes. Does nothing for an unknown one."""
+        """End an episode's processes, also those that are being started. Does nothing for an unknown one."""
+        self._begun.discard(episode)
         if (agent := self._live.pop(episode, None)) is None:
             return
         del self._by_key[agent.key]  # rejects further requests
@@ -193,7 +194,7 @@ class Agents:
         agent.errors.close()
 
     async def close(self) -> None:
-        for episode in list(self._live):
+        for episode in list(self._begun):
             await self.end(episode)
         if self._server is not None:
             await self._server.cleanup()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from grpo_dist.config import DataConfig
 from grpo_dist.config.environments import AGENT, check_environment_name
 from grpo_dist.environments import builtin
 from grpo_dist.environments.base import Environment
-from grpo_dist.errors import raised
+from grpo_dist.errors import expanded, raised
 from grpo_dist.plugins.user_code import ENVIRONMENT, UserComponent, resolve_target
 
 BUILTIN: dict[str, type[Environment]] = {"python": builtin.Python, "calculator": builtin.Calculator}
@@ -66,17 +67,34 @@ def load_environment(name: str) -> type[Environment]:
 
 def user_environments(data: DataConfig) -> tuple[UserComponent, ...]:
     """Return user-supplied environments, and environments that a package registers by name."""
-    names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
-    agents = {_module_of_agent(str(name)) for name in names if str(name).startswith(AGENT)} - {""}
-    classes = {str(name) for name in names if str(name).partition(":")[0] not in _FOREIGN}
-    return tuple(UserComponent(ENVIRONMENT, name, ENVIRONMENT.key) for name in sorted(agents | classes))
+    classes = [name for name in _names(data) if name.partition(":")[0] not in _FOREIGN]
+    return tuple(UserComponent(ENVIRONMENT, name, ENVIRONMENT.key) for name in classes)
 
 
-def _module_of_agent(name: str) -> str:
-    """Return ``program:my_agent.py --fast`` as ``my_agent:my_agent``; "" if it is not Python."""
-    program = Path(shlex.split(name.removeprefix(AGENT))[0])
-    is_module = program.suffix == ".py" and not program.is_absolute()
-    return f"{program.with_suffix('').parts[0]}:{program.stem}" if is_module else ""
+def agent_scripts(data: DataConfig, code_paths: Sequence[str]) -> dict[str, Path]:
+    """Return the Python files in the commands of external agents, by their names there."""
+    parts = [part for name in _names(data) if name.startswith(AGENT) for part in command_parts(name)]
+    located = {part: find_part(part, code_paths) for part in parts if part.endswith(".py")}
+    return {part: file for part, file in located.items() if file is not None}
+
+
+def command_parts(name: str) -> list[str]:
+    """Split the command of an external agent: program:my_agent.py --fast"""
+    return shlex.split(name.removeprefix(AGENT))
+
+
+def find_part(part: str, code_paths: Sequence[str]) -> Path | None:
+    """Return the file of a part of an agent's command, in ``code_paths`` or the working directory; None: it
+    is no file.
+    """
+    paths = (Path(directory, part).resolve() for directory in (*map(expanded, code_paths), Path()))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _names(data: DataConfig) -> list[str]:
+    """Return the names of the environments that are not built in."""
+    names = {data.environment_of(source) for source in (*data.train, *data.eval)}
+    return sorted(name for name in names if name is not None and name not in BUILTIN)
 
 
 def _import(module: str, remedy: str) -> ModuleType:

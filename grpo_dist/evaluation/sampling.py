@@ -197,6 +197,7 @@ def add_missing(group: Group, draw: Draw) -> Group:
         outcomes=tuple(outcome if i is None else group.outcomes[i] for i in indices),
         step_rewards=steps(group.step_rewards, np.float32),
         step_ends=steps(group.step_ends, np.int32),
+        failures=tuple(() if i is None else group.failures[i] for i in indices) if group.failures else (),
     )
 
 

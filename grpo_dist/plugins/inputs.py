@@ -28,7 +28,7 @@ class AdvantageInputs:
         lengths: int64 [B], sampled tokens.
         truncated: bool [B], cut off at the largest length.
         parts: by reward name, float64 [B], before weights; NaN where the source has no such reward.
-        weights: weight of each reward by name.
+        weights: weight of each reward by name; an estimator that names them needs one weight for all sources.
     """
 
     rewards: Tensor
@@ -187,7 +187,8 @@ class RolloutInputs:
         token_ids: tokens of the prompt.
         generate: ``await generate(token_ids, max_tokens=None, stop=())`` samples a continuation, with
             `token_ids` (list), `finish_reason` ("stop" or "length"), `logprobs` and `versions`. Each call has
-            its own seed, derived from the sample's. It samples at most what is left of ``max_new_tokens``.
+            its own seed, derived from the sample's. It samples at most what is left of ``max_new_tokens``,
+            and ends with the token that completes ``stop``, a text or several.
         prompt: the prompt's record: answer, columns, text.
         tokenizer: tokenizer of the model.
         max_new_tokens: longest sample after the prompt, sampled and given tokens.

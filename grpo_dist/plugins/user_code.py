@@ -364,12 +364,17 @@ def _misfit(parameter: inspect.Parameter, value: Any) -> str | None:
     return None if fits else name
 
 
-def code_digest(components: Iterable[UserComponent], code_paths: Sequence[str]) -> dict[str, str]:
+def code_digest(
+    components: Iterable[UserComponent], code_paths: Sequence[str], scripts: Mapping[str, Path] | None = None
+) -> dict[str, str]:
     """Return a hash of every user file by name, and the versions of packages that register a component.
 
     For a module in ``code_paths``, this covers its files and the modules there that it imports, by their path
     below that directory, so that a moved directory is no change. A module on PYTHONPATH is read in the same
     way; of an installed package only its files are hashed.
+
+    ``scripts``: Python files that run as programs, by their paths in the configuration. They count with what
+    they import from their directories and ``code_paths``.
     """
     digests: dict[str, str] = {}
     modules: set[str] = set()
@@ -378,10 +383,15 @@ def code_digest(components: Iterable[UserComponent], code_paths: Sequence[str]) 
             digests[f"entry point {component.name} of {component.kind.group}"] = package
         else:
             modules.add(resolve_target(component.kind, component.name).split(":")[0].split(".")[0])
-    files = _find_imports(modules, [expanded(path) for path in code_paths])
+    directories = [expanded(path) for path in code_paths]
+    files = _find_imports(modules, directories)
     for module in sorted(modules):
         if not any(label.split("/")[0] in (module, f"{module}.py") for label in files):
             files |= _find_installed(module)
+    for name, script in (scripts or {}).items():
+        for label, file in _find_imports([script.stem], [script.parent, *directories]).items():
+            is_beside = file == script.parent / label
+            files[f"program {Path(name).parent / label}" if is_beside else label] = file
     return digests | {label: hashlib.sha256(file.read_bytes()).hexdigest() for label, file in files.items()}
 
 

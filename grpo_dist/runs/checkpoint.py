@@ -23,6 +23,7 @@ import asyncio
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -41,7 +42,7 @@ from pydantic import TypeAdapter
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import CheckpointConfig, Config, PolicyConfig
 from grpo_dist.config.files import dump_config
-from grpo_dist.config.secrets import HIDDEN
+from grpo_dist.config.secrets import secret_keys
 from grpo_dist.data.columns import ByUid
 from grpo_dist.data.order import OrderState
 from grpo_dist.errors import UserError
@@ -59,11 +60,13 @@ from grpo_dist.runs.identity import (
     digest_run_code,
     fingerprint,
 )
-from grpo_dist.runs.run_directory import MODEL, finished_steps
+from grpo_dist.runs.run_directory import MODEL, finished_steps, free_directory, make_free_directory
 from grpo_dist.runtime.concurrency import deadline, run_in_thread
 from grpo_dist.runtime.files import clear, exchange, flush, publish
 from grpo_dist.types import Prompt, Sampling
 from grpo_dist.workers import Workers
+
+logger = logging.getLogger("grpo_dist")
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 22
@@ -208,8 +211,7 @@ class Checkpoints:
         remove_partial(self._directory)  # from abandoned saves
         final = self._directory / f"step_{step:06d}"
         # Each save has its own name: an abandoned save may still write into its directory.
-        partial = self._directory / f"{_PARTIAL}{final.name}_{next(self._saves)}"
-        partial.mkdir(parents=True)
+        partial = make_free_directory(self._directory / f"{_PARTIAL}{final.name}_{next(self._saves)}")
         blocking = not self._config.checkpoint.background
         await workers.policy.save(partial / "policy", blocking=blocking)
         if workers.reference is not None and self._config.reference.refresh_every:
@@ -284,7 +286,7 @@ class Checkpoints:
             # An earlier checkpoint of the step, perhaps with fewer finished groups. With an exchange, one of
             # them always exists. If the file system cannot exchange names, the earlier one stays.
             exchange(partial, final)
-            clear(partial)  # removes only the link if a user has moved the earlier one
+            _discard(partial)  # removes only the link if a user has moved the earlier one
             return
         clear(final)
         publish(partial, final)
@@ -298,18 +300,33 @@ class Checkpoints:
         for old in checkpoints[: -self._config.checkpoint.keep]:
             if step_of(old) != best and not old.is_symlink():  # a link is a user's way to keep it
                 # Readers find it whole or not at all. The next save deletes what a kill leaves of it.
-                doomed = old.with_name(f"{_PARTIAL}deleted_{old.name}")
-                clear(doomed)
+                doomed = free_directory(old.with_name(f"{_PARTIAL}deleted_{old.name}"))
                 old.rename(doomed)
-                shutil.rmtree(doomed)
+                _discard(doomed)
 
 
 def remove_partial(directory: Path) -> None:
     """Delete the remains of killed and failed saves in ``directory``. No save may be running there."""
     for left in directory.glob(f"{_PARTIAL}*"):
-        if left.is_symlink() or left.is_file():  # a user's link, to write saves elsewhere
-            left.unlink()
-        shutil.rmtree(left, ignore_errors=True)  # an abandoned save may still be writing into it
+        _remove(left)  # an abandoned save may still be writing into it
+
+
+def _remove(path: Path) -> None:
+    """Delete as much of ``path`` as is possible. The target of a link stays."""
+    if path.is_symlink() or path.is_file():  # a user's link, to write saves elsewhere
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _discard(replaced: Path) -> None:
+    """Delete a checkpoint that a newer one replaces. If that fails, only warn: the newer one is complete."""
+    _remove(replaced)
+    if os.path.lexists(replaced):
+        logger.warning(
+            "%s: a replaced checkpoint, which cannot be deleted: its files are in use or write-protected; "
+            "the next save tries again",
+            replaced,
+        )
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -381,22 +398,8 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "checkpoint before it"
         ) from error
     changed = changes_since(checkpoint, config)
-    # None: unknown, a value is masked or config.yaml is unreadable. Empty: the fingerprint differs only
-    # because another version of grpo-dist computed it.
-    may_change = changed is not None and HIDDEN not in dump_config(config)
-    decisive = None
-    if may_change:
-        real = [c for c in changed or () if c.decides(config) and not _is_same_stage(c)]
-        decisive = [c for c in real if not c.is_recorded]
-    if state.fingerprint != fingerprint(config) and decisive != []:
-        named = f" ({describe(decisive)}: {decisive[0].reason})" if decisive else ""
-        raise ValueError(
-            f"{checkpoint}: made with another configuration{named}; "
-            "`steps` (with a constant learning rate), learning rate, KL weight (above 0), clip range, length "
-            "limits, evaluation, health, checkpoint, tracking, cluster, numbers and layout of workers may "
-            "change on resume. Restore the old values, choose another `name`, or set "
-            "`checkpoint.resume=never`"
-        )
+    if state.fingerprint != fingerprint(config):
+        _check_changes(checkpoint, changed, config)
     _check_sharding(checkpoint, changed or [], config.policy)
     code = changed_code(state.code, digest_run_code(config.user_components, config.rewards, config.data))
     if code and config.checkpoint.changed_code == "refuse":
@@ -406,6 +409,32 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "`checkpoint.changed_code=warn` or `checkpoint.resume=never`"
         )
     return _apply_new_settings(state, changed or [], config)
+
+
+def _check_changes(checkpoint: Path, changed: Sequence[Change] | None, config: Config) -> None:
+    """Raise ValueError unless a resumed run may make all changes. ``changed``: see `changes_since`.
+
+    If there are none, only another version of grpo-dist computed another fingerprint.
+    """
+    real = [c for c in changed or () if c.decides(config) and not _is_same_stage(c)]
+    decisive = [c for c in real if not c.is_recorded]
+    keys = (Change(key, None, None) for key in secret_keys(config.model_dump(mode="json")))
+    secret = next((c.key for c in keys if c.decides(config)), None)
+    if secret is not None and not decisive:
+        raise ValueError(
+            f"{checkpoint}: made with another configuration; what has changed is unknown, as `{secret}` is a "
+            "secret, which checkpoints do not hold. Restore the old values, or choose another `name` and put "
+            "the secret into the environment"
+        )
+    if changed is None or decisive:
+        named = f" ({describe(decisive)}: {decisive[0].reason})" if decisive else ""
+        raise ValueError(
+            f"{checkpoint}: made with another configuration{named}; "
+            "`steps` (with a constant learning rate), learning rate, KL weight (above 0), clip range, length "
+            "limits, evaluation and its sets, paths of the same training data, health, checkpoint, tracking, "
+            "cluster, numbers and layout of workers may change on resume. Restore the old values, choose "
+            "another `name`, or set `checkpoint.resume=never`"
+        )
 
 
 def _apply_new_settings(state: CheckpointState, changed: Sequence[Change], config: Config) -> CheckpointState:
@@ -427,8 +456,10 @@ def _apply_new_settings(state: CheckpointState, changed: Sequence[Change], confi
 
 def recorded_changes(since: Sequence[Change] | None, step: int) -> Iterator[str]:
     """Yield a message for each setting with another value after ``step``."""
+    empty: list[Any] = [None, [], {}]  # most keys of a set in `data.eval` that is new or gone
     for change in since or ():
-        if change.is_recorded or change.key.partition(".")[0] in ("evaluation", "health"):
+        is_noted = change.key.startswith(("data.eval.", "evaluation.", "health."))
+        if change.is_recorded or (is_noted and not (change.was in empty and change.now in empty)):
             yield f"after step {step} `{change.key}` = {change.now}, before {change.was}"
 
 
@@ -516,8 +547,8 @@ def check_data(
                 "choose another `name`, or set `checkpoint.resume=never`"
             )
         raise ValueError(
-            f"{checkpoint}: made with other training prompts; the files behind `data.train` have changed. "
-            "Restore them, choose another `name`, or set `checkpoint.resume=never`"
+            f"{checkpoint}: made with other training prompts; the files behind `data.train`, or their paths, "
+            "have changed. Restore them, choose another `name`, or set `checkpoint.resume=never`"
         )
     if state.columns is not None and state.columns != columns_digest(prompts):
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
@@ -30,7 +31,7 @@ from grpo_dist.config.differences import drop, flat, has_place
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
 from grpo_dist.data.columns import Prompts, column, digest_parts
-from grpo_dist.environments.registry import user_environments
+from grpo_dist.environments.registry import agent_scripts, user_environments
 from grpo_dist.plugins.user_code import METRIC, SINK, UserComponent, code_digest
 from grpo_dist.rewards.registry import user_rewards
 from grpo_dist.types import Prompt
@@ -42,10 +43,13 @@ _FREE = (
     "code_paths",  # the files' contents are compared (`CheckpointState.code`), not their paths
 )  # fmt: skip
 _FREE_KEYS = (
-    "data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above",
+    "data.eval", "data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above",
     "data.template_date",  # its effect is in the prompts' tokens, which are compared
     "rewards.trial", "rewards.by_source.*.trial",
 )  # fmt: skip
+# Paths that may change: what they lead to is compared (`CheckpointState.data` and `columns`). "*" would match
+# further parts, such as `kwargs.path`.
+_COMPARED = re.compile(r"(data\.train|demonstrations\.data)\.\d+\.path")
 # Keys that may change on resume although they determine numbers: an event records each change.
 _RECORDED = (
     "policy.optimizer.lr", "algorithm.kl.coef", "algorithm.*clip_low", "algorithm.*clip_high",
@@ -144,7 +148,8 @@ def _decides(key: str, config: Config) -> bool:
     if section == "sft":
         return config.model.path == "sft" and name not in FREE_SFT
     is_free = any(fnmatchcase(f"{key}.", f"{pattern}.*") for pattern in _FREE_KEYS)
-    return not Change(key, None, None).is_layout and section not in _FREE and not is_free
+    is_free = is_free or section in _FREE or _COMPARED.fullmatch(key) is not None
+    return not is_free and not Change(key, None, None).is_layout
 
 
 def _depends_on_steps(config: Config) -> bool:
@@ -294,11 +299,14 @@ def digest_run_code(
     """Return `code_digest` of all components that determine the numbers of a run: not of metrics and sinks.
     ``components``: `Config.user_components`.
     """
-    user_code = [*components, *user_rewards(rewards), *user_environments(data)]
-    return code_digest([c for c in user_code if c.kind not in (METRIC, SINK)], rewards.code_paths)
+    return _digest([c for c in components if c.kind not in (METRIC, SINK)], rewards, data)
 
 
 def digest_sampling_code(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
     """Return `code_digest` of the components that determine samples of a model and their rewards."""
-    user_code = [*rollout.user_components, *user_rewards(rewards), *user_environments(data)]
-    return code_digest(user_code, rewards.code_paths)
+    return _digest(rollout.user_components, rewards, data)
+
+
+def _digest(components: Sequence[UserComponent], rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
+    user_code = [*components, *user_rewards(rewards), *user_environments(data)]
+    return code_digest(user_code, rewards.code_paths, agent_scripts(data, rewards.code_paths))

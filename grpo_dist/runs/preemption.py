@@ -44,6 +44,7 @@ class Interruption:
 
     async def __aenter__(self) -> Interruption:
         self._task = asyncio.current_task()
+        self._handlers_before = {number: signal.getsignal(number) for number in _SIGNALS}
         self.listen()
         return self
 
@@ -53,6 +54,9 @@ class Interruption:
         if self._timer is not None:
             self._timer.cancel()
         self._deafen()
+        if self._signal is None:  # else another signal kills the process
+            for number, handler in self._handlers_before.items():
+                signal.signal(number, handler)
         if self._end is not None and isinstance(error, asyncio.CancelledError):
             raise self._end from None
 
@@ -119,16 +123,15 @@ class Interruption:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise Preempted inside the block, outside of any `Interruption`: work before the first
-    step leaves nothing half-written.
+    """Make SIGTERM end the block with Preempted, outside of any `Interruption`: work before the first step
+    and after the last leaves nothing half-written.
 
     Only the main thread receives signals; in other threads this does nothing.
     """
 
-    early = Preempted(f"SIGTERM: stopped while starting up; {RERUN}")
-
     def handle(number: int, frame: FrameType | None) -> None:
-        raise early
+        # Not an Exception: code of the block would report it as a failed import or download.
+        raise SystemExit(signal.SIGTERM)
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -137,9 +140,9 @@ def ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        # Raised by Ray's handler, which is active from Ray's start until `Interruption.listen`.
+        # Ray's handler, which is active from Ray's start until `Interruption.listen`, raises the same.
         if end.code == signal.SIGTERM:
-            raise early from None
+            raise Preempted(f"SIGTERM: stopped; {RERUN}") from None
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -48,7 +48,7 @@ from grpo_dist.runs.checkpoint import (
 )
 from grpo_dist.runs.identity import digest_run_code
 from grpo_dist.runs.model_card import CARD, model_card
-from grpo_dist.runs.preemption import Interruption
+from grpo_dist.runs.preemption import Interruption, ended_by_sigterm
 from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.run_directory import (
@@ -202,7 +202,12 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
         config = restore_begun(resolve_steps(config, print_line), run_dir, print_line)
         identity = identity or config
         config = set_template_date(config, read_template_date(run_dir))
-    with explain_resume(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
+    # `ended_by_sigterm` again: its Preempted passes `explain_resume`.
+    with (
+        explain_resume(config.checkpoint, run_dir),
+        ended_by_sigterm(),
+        exclusive_directory(run_dir, existing),
+    ):
         inputs, point = _load_inputs(run_dir, config, identity)
         with _open_tracker(run_dir, config, inputs, point) as tracker:
             for warning in inputs.warnings:

@@ -230,10 +230,12 @@ class LosesSamples(fakes.World):
         return kept
 
     async def score(self, prompt, rollouts):
-        """Score only the first sample as correct."""
+        """Score only the first sample as correct; a second reward cannot score the others."""
         group = await super().score(prompt, rollouts)
         return dataclasses.replace(
-            group, outcomes=tuple("correct" if r.sample == 0 else "wrong" for r in rollouts)
+            group,
+            outcomes=tuple("correct" if r.sample == 0 else "wrong" for r in rollouts),
+            failures=tuple(() if r.sample == 0 else ("reward mine: OSError",) for r in rollouts),
         )
 
 
@@ -267,6 +269,8 @@ def test_a_problem_without_any_sample_is_unscored_and_said(caplog, tmp_path):
     write_groups(tmp_path / "held.parquet", groups)
     loaded = read_groups(tmp_path / "held.parquet", {p.uid: p for p in fakes.prompts(3)})
     assert [np.isnan(group.rewards).tolist() for group in loaded] == [[False] * 2, [True] * 2, [True, False]]
+    unscored = ((), ("reward mine: OSError",))  # the first of p2 is lost
+    assert [group.failures for group in loaded] == [unscored, (), unscored]
 
 
 def test_mathematically_equal_answers_share_a_number():

@@ -114,11 +114,39 @@ def test_the_program_of_an_agent_is_code_of_the_run(user_dir):
     agent = config(user_dir, algorithm={}, data={"train": [{"path": "demo:add3"}],
                    "environment": {"program": "my_agent.py --fast"}})  # fmt: skip
     files = digest(agent)
-    assert sorted(files) == ["helper_of_loss.py", "my_agent.py", "package_of_rewards/__init__.py"]
+    rewards = "package_of_rewards/__init__.py"
+    assert sorted(files) == [rewards, "program helper_of_loss.py", "program my_agent.py"]
     (user_dir / "my_agent.py").write_text("import helper_of_loss, json\n")
-    assert changed_code(files, digest(agent)) == ["my_agent.py (changed)"]
-    node_agent = agent.data.model_copy(update={"environment": "program:node agent.js"})
-    assert sorted(digest(agent.model_copy(update={"data": node_agent}))) == ["package_of_rewards/__init__.py"]
+    assert changed_code(files, digest(agent)) == ["program my_agent.py (changed)"]
+
+
+@pytest.mark.parametrize(
+    ("command", "labels"),
+    [
+        ("my-agent.py", ["my-agent.py", "helper_of_agent.py"]),
+        ("run.v2.py --fast", ["run.v2.py", "helper_of_agent.py"]),
+        ("python my-agent.py run.v2.py", ["my-agent.py", "helper_of_agent.py", "run.v2.py"]),
+        ("../beside/agent.py", ["../beside/agent.py", "../beside/helper_of_agent.py"]),
+        ("{beside}/agent.py", ["{beside}/agent.py", "{beside}/helper_of_agent.py"]),
+        ("node agent.js", []),
+        ("missing.py", []),
+    ],
+)
+def test_every_script_of_a_command_is_read_where_the_command_finds_it(
+    user_dir, tmp_path, monkeypatch, command, labels
+):
+    """In the working directory, or outside of it. Its imports come from its directory, then `code_paths`."""
+    working, beside = tmp_path / "working", tmp_path / "beside"
+    for directory, names in ((working, ("my-agent", "run.v2")), (beside, ("agent",))):
+        directory.mkdir()
+        (directory / "helper_of_agent.py").write_text("")
+        for name in names:
+            (directory / f"{name}.py").write_text("import helper_of_agent, helper_of_loss\n")
+    monkeypatch.chdir(working)
+    labels = [f"program {label.format(beside=beside)}" for label in labels]
+    data = {"train": [{"path": "demo:add3"}], "environment": {"program": command.format(beside=beside)}}
+    files = digest(config(user_dir, algorithm={}, rewards={}, data=data))
+    assert sorted(files) == sorted([*labels, "helper_of_loss.py"] if labels else [])
 
 
 def test_code_paths_for_actors_do_not_depend_on_a_working_directory(user_dir, tmp_path, monkeypatch):

@@ -69,7 +69,11 @@ def test_a_name_of_a_package_is_found_by_its_entry_point(install):
 
 def test_a_reward_of_a_package_can_be_submitted_and_an_unknown_one_is_named_with_its_key(install, path):
     install("short-answers", {"grpo_dist.rewards": {"short": "short_answers:found"}})
-    check_rewards_known(load_config(path, ["rewards.functions=[{function: short}]"]))
+    for kind in ("outcome", "process"):
+        check_rewards_known(load_config(path, [f"rewards.functions=[{{function: short, kind: {kind}}}]"]))
+    steps = load_config(path, ["rewards.functions=[{function: math, kind: process}]"])
+    with pytest.raises(UserError, match=r"kind = process: built-in reward math scores no steps"):
+        check_rewards_known(steps)
     for key in ("rewards.functions", "rewards.by_source.add3.functions"):
         config = load_config(path, [f"{key}=[{{function: shorter}}]"])
         expected = f"{key}: reward function 'shorter': expected one of math, .*, short, or `module:function`"

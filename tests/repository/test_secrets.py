@@ -11,7 +11,15 @@ from grpo_dist.cli import main
 from grpo_dist.config import Config
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.config.files import ConfigError, dump_config, load_config
-from grpo_dist.config.secrets import masked, masked_command, masked_setting, masked_text, shown_value
+from grpo_dist.config.secrets import (
+    HIDDEN,
+    masked,
+    masked_command,
+    masked_setting,
+    masked_text,
+    secret_keys,
+    shown_value,
+)
 from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.tools.recipe.config import ResolvedStage
 from grpo_dist.tools.recipe.record import begin, differences
@@ -82,6 +90,16 @@ def test_other_values_are_unchanged(key):
         key: "abc",
         "url": "http://host:8000/v1?a=b@c",
     }
+
+
+def test_keys_of_secrets_are_named_also_in_the_files_of_a_run_and_stars_in_other_text_are_none():
+    plain = config("s3same-00").model_dump(mode="json")
+    plain["data"]["instruction"] = f"{HIDDEN} answer in a box {HIDDEN}"
+    kwargs = "rewards.functions.0.kwargs"
+    keys = [f"{kwargs}.{key}" for key in (
+        "base_url", "extra_body.hf_token", "extra_body.nested.0.Authorization"
+    )]  # fmt: skip
+    assert secret_keys(plain) == secret_keys(masked(plain)) == keys
 
 
 def test_no_key_of_the_configuration_counts_as_a_secret():

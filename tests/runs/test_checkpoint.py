@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -218,16 +219,40 @@ def test_a_checkpoint_that_is_deleted_is_whole_until_it_is_gone(tmp_path, monkey
     save(tmp_path, 2, config=config)
     during = []
 
+    class Killed(BaseException):
+        pass
+
     def die(path, **_):
         during.append((list_checkpoints(tmp_path), (path / "state.json").exists()))
-        raise OSError("killed")
+        raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(shutil, "rmtree", die)
         save(tmp_path, 4, config=config)
     assert during == [([tmp_path / "step_000004"], True)]
     save(tmp_path, 6, config=config)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000006"]
+
+
+def test_a_replaced_checkpoint_that_cannot_be_deleted_is_named_and_ends_no_run(tmp_path, monkeypatch, caplog):
+    """On NFS the directory of an open file cannot be removed."""
+
+    def busy(*_, **__):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    config = fakes.config(checkpoint={"keep": 1})
+    save(tmp_path, 2, config=config)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        for step in (2, 4, 2, 6):  # 4 and 6 delete step 2
+            save(tmp_path, step, config=config)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000006"]
+    named = [record.getMessage().partition(": ")[0] for record in caplog.records]
+    assert named == [str(tmp_path / f".partial_{name}") for name in (
+        "step_000002_0", "deleted_step_000002", "deleted_step_000002-2", "deleted_step_000004"
+    )]  # fmt: skip
+    save(tmp_path, 8, config=config)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000008"]
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
@@ -246,6 +271,10 @@ def with_source(**algorithm):
     return {"data": {"train": train}, "algorithm": {"kl": {"coef": 0.1}}}
 
 
+def with_set(path):
+    return {"data": {"train": [{"path": "a.jsonl"}], "eval": [{"path": path}]}}
+
+
 CHANGES = {
     "data.train.0.algorithm.kl.coef": (with_source(kl={"coef": 0.2}), with_source(kl={"coef": 0.0})),
     "data.train.0.algorithm.loss.clip_high": (
@@ -256,6 +285,7 @@ CHANGES = {
     "algorithm.kl.coef": ({"algorithm": {"kl": {"coef": 0.1}}}, {"algorithm": {"kl": {"coef": 0.2}}}),
     "sampling.max_new_tokens": ({"sampling": {"max_new_tokens": 9}}, {"sampling": {"max_new_tokens": 5}}),
     "health.min_signal_groups": ({}, {"health": {"min_signal_groups": 2}}),
+    "data.eval.0.path": (with_set("held.jsonl"), with_set("other.jsonl")),
     "evaluation.every": ({"evaluation": {"every": 2}}, {"evaluation": {"every": 3}}),
 }
 
@@ -542,6 +572,6 @@ def test_a_file_is_not_to_blame_where_its_rows_are_the_same(tmp_path):
         check_data(tmp_path, state, changed, DataOrigin("rows", {"version of tokenizers": "0.23"}))
     with pytest.raises(ValueError, match=r"made of the same rows.*the tokenizer gives them otherwise"):
         check_data(tmp_path, state, changed, origin)
-    with pytest.raises(ValueError, match=r"the files behind `data\.train` have changed"):
+    with pytest.raises(ValueError, match=r"the files behind `data\.train`, or their paths, have"):
         check_data(tmp_path, state, changed, DataOrigin("other rows", origin.reading))
     check_data(tmp_path, state, PROMPTS[:2], DataOrigin("other rows", {}))

@@ -30,6 +30,8 @@ from tests.support.patience import HANG_S
 
 MODEL = {"name": "quality", "path": "p"}
 TEACHER = {"name": "large", "model": "p"}
+ADD3 = [{"path": "demo:add3"}]
+FROM_A_FILE = [ADD3[0] | {"environment": "calculator", "environment_kwargs": {"path": "tables"}}]
 
 
 def config(**changed):
@@ -51,6 +53,9 @@ def test_the_keys_that_may_change_exist():
     [
         ({"seed": 7}, "seed", True),
         ({"steps": 9}, "steps", False),
+        ({"data": {"train": ADD3, "eval": ADD3}}, "data.eval", False),
+        ({"data": {"train": [{"path": "moved/add3.jsonl"}]}}, "data.train.0.path", False),
+        ({"data": {"train": FROM_A_FILE}}, "data.train.0.environment_kwargs.path", True),
         ({"policy": {"num_workers": 2}}, "policy.num_workers", False),
         ({"policy": {"optimizer": {"lr": 1.0}}}, "policy.optimizer.lr", True),
         ({"rewards": {"models": [MODEL | {"num_workers": 2}]}}, "rewards.models.0.num_workers", False),
@@ -58,7 +63,7 @@ def test_the_keys_that_may_change_exist():
         ({"rewards": {"models": [MODEL], "timeout_s": 9}}, "rewards.timeout_s", True),
         ({"bench": {"steps": 9}}, "bench.steps", False),
         ({"distillation": {"teachers": [TEACHER]}}, "distillation.teachers.0.model", True),
-        ({"demonstrations": {"data": "d.jsonl"}}, "demonstrations", True),
+        ({"demonstrations": {"data": "d.jsonl"}}, "demonstrations.coef", True),
         ({"sft": {"model": "demo:tiny", "data": "demo:add3"}}, "sft", False),
         ({"policy": {"lora": {}}}, "policy.lora", True),
         ({"health": {"min_signal_groups": 3}}, "health.min_signal_groups", True),
@@ -101,6 +106,22 @@ def test_a_message_names_at_most_three_changes():
     assert describe(five) == "`a.0` = 1 was 0, `a.1` = 2 was 1, `a.2` = 3 was 2 and 2 more"
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"data": {"train": ADD3, "instruction": "*** answer in a box ***"}},
+        {"tracking": {"sinks": [{"function": "m:f", "kwargs": {"api_key": "s3cret"}}]}},
+    ],
+)
+def test_settings_beside_stars_or_a_secret_that_decides_nothing_may_change(tmp_path, sections):
+    made_checkpoints.save(tmp_path, 1, config=fakes.config(**sections))
+    (checkpoint,) = list_checkpoints(tmp_path)
+    optimizer = {"policy": {"optimizer": {"lr": 1e-7}}}
+    assert load_state(checkpoint, fakes.config(**sections | optimizer)).step == 1
+    with pytest.raises(ValueError, match=r"another configuration \(`seed` = 5 was 0: samples"):
+        load_state(checkpoint, fakes.config(**sections, seed=5))
+
+
 def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path):
     """Another version may hash other keys. A masked secret cannot be compared."""
     secret = {"rewards": {"functions": [{"function": "math", "kwargs": {"api_key": "s3cret"}}]}}
@@ -114,7 +135,8 @@ def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path
             with pytest.raises(ValueError, match=r"another configuration \(`seed` = 5 was 0: samples"):
                 load_state(checkpoint, config(seed=5))
         else:
-            with pytest.raises(ValueError, match="made with another configuration;"):
+            words = r"another configuration; .* unknown, as `rewards.*\.kwargs\.api_key` is a secret"
+            with pytest.raises(ValueError, match=words):
                 load_state(checkpoint, run_config)
     # A pipeline stage: the identity has the names of other stages, the run has their directories.
     stage = config(model={"path": "/runs/p/01_cold_start/model"})
@@ -180,6 +202,10 @@ def test_a_run_by_epochs_is_the_run_of_its_steps(tmp_path):
     distinct = {**data, "deduplicate": True}
     assert resolve_steps(config(data=distinct, batch=batch, epochs=0.1), messages.append).steps == 1
     assert messages[1] == "`epochs` = 0.1 of 7 rows, 2 a step: 1 steps"
+    last, beyond = (config(data=data, batch=batch, epochs=3, profile={"steps": [n]}) for n in (13, 14))
+    assert resolve_steps(last, messages.append).steps == 13  # checked with these, not with `steps` = 6
+    with pytest.raises(ValueError, match=r"`profile.steps` = \[14\], `steps` = 13: the run ends before"):
+        resolve_steps(beyond, messages.append)
 
 
 @pytest.mark.parametrize(("share", "length"), [(0.1, 2), (0.0, 0), (1.0, 25)])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from grpo_dist.data.order import step_prompts
 from grpo_dist.driver import run
 from grpo_dist.errors import RERUN, Preempted, RunEnded, StateLost, Unhealthy
 from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.plugins.user_code import SOURCE, failures_named
 from grpo_dist.runs import session as session_of
 from grpo_dist.runs.checkpoint import ResumePoint
 from grpo_dist.runs.preemption import Interrupted, Interruption, ended_by_sigterm
 from grpo_dist.runs.prepare import RunInputs
+from grpo_dist.runs.start_checks import readable_model
 from tests.support import fakes
 from tests.support.patience import HANG_S
 
@@ -265,17 +268,41 @@ def test_a_stop_during_the_start_ends_at_once_and_leaves_no_worker():
     assert cleaned_up
 
 
-def test_sigterm_before_the_first_worker_is_handled():
+@pytest.mark.parametrize(
+    "during",
+    [nullcontext, lambda: failures_named(SOURCE, "m:f"), lambda: readable_model(Path("m"), "tokenizer")],
+)
+def test_sigterm_before_the_first_worker_is_handled(during):
+    """Also where every exception is reported as a failure of user code, or of a file."""
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Preempted, match="while starting up"), ended_by_sigterm():
+    with pytest.raises(Preempted, match="SIGTERM: stopped"), ended_by_sigterm(), during():
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_sigterm_after_the_loop_ends_the_run_in_order_and_a_second_signal_kills_it(asked):
+    """The ledger, the model card and the trackers come after the loop."""
+
+    async def train():
+        async with Interruption(grace_s=60, say=print) as interruption:
+            with interruption.finishing():
+                if asked:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    await asyncio.sleep(0.01)
+
+    with ended_by_sigterm():
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(Preempted, match="last step is saved") if asked else nullcontext():
+            asyncio.run(train())
+        assert signal.getsignal(signal.SIGTERM) is (signal.SIG_DFL if asked else before)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_the_signal_handler_of_ray_is_recognised():
     """It exits with the signal's number; other exits are unchanged."""
-    with pytest.raises(Preempted, match="while starting up"), ended_by_sigterm():
+    with pytest.raises(Preempted, match="SIGTERM: stopped"), ended_by_sigterm():
         raise SystemExit(signal.SIGTERM)
     with pytest.raises(SystemExit), ended_by_sigterm():
         raise SystemExit(1)
@@ -314,6 +341,14 @@ def test_a_run_that_never_resumes_says_which_name_resumes_it(tmp_path, monkeypat
     assert str(raised.value).startswith(message + added) and (added or str(raised.value) == message)
     assert raised.value.exit_code == code
     assert (tmp_path / ("run" if resume == "auto" else "run-2") / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize("stop", [signal.raise_signal, sys.exit])  # `sys.exit`: as Ray's handler does
+def test_a_run_that_never_resumes_and_is_stopped_at_its_start_says_it_too(tmp_path, monkeypatch, stop):
+    config = fakes.config(output_dir=str(tmp_path), name="run", checkpoint={"resume": "never"})
+    monkeypatch.setattr(session_of, "_load_inputs", lambda *_: stop(signal.SIGTERM))
+    with pytest.raises(Preempted, match=r"; add .*resume=auto name=run to it"), ended_by_sigterm():
+        session_of.train(config)
 
 
 WHILE_RAY_IS_THERE = """

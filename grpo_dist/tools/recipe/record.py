@@ -39,8 +39,8 @@ _UNUSED: dict[Kind, set[str]] = {
     "sample": _PLACES | _OF_STEPS | {"policy", "evaluation"},
 }
 
-# A resumed run may change these, but its measurements and length are part of the stage's result.
-_OF_RESULTS = {"evaluation", "steps", "rejection"}
+# A resumed run may change these, but its data, measurements and length are part of the stage's result.
+_OF_RESULTS = ("data.eval.", "data.train.", "demonstrations.data.", "evaluation.", "steps.", "rejection.")
 # Keys of `rejection` that select among finished samples.
 _CHOICE = {"min_reward", "keep_per_prompt", "max_pass_rate"}
 
@@ -136,7 +136,8 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
 
 
 def comparable(record: StageRecord, stage: ResolvedStage, state: str) -> StageRecord:
-    """Return ``record`` without the settings that a stage in this ``state`` may change.
+    """Return ``record`` without the settings that a stage in this ``state`` may change, and without the
+    inputs that only they name.
 
     complete: settings without effect on results: profiles, probes, warnings. started: settings that select
     among finished samples, and settings that a resumed run may change (`identity.Change.decides`).
@@ -151,10 +152,13 @@ def comparable(record: StageRecord, stage: ResolvedStage, state: str) -> StageRe
     def decides(change: Change) -> bool:
         if state == "started":
             return change.decides(identity) and not change.is_recorded
-        return change.key.partition(".")[0] in _OF_RESULTS or change.decides(identity)
+        return f"{change.key}.".startswith(_OF_RESULTS) or change.decides(identity)
 
-    settings = {key: v for key, v in flat(record.settings).items() if decides(Change(key, v, v))}
-    return replace(record, settings=settings)
+    every = flat(record.settings)
+    settings = {key: v for key, v in every.items() if decides(Change(key, v, v))}
+    free = {str(v) for v in every.values()} - {str(v) for v in settings.values()}
+    read = {name: digest for name, digest in record.inputs.items() if name not in free}
+    return replace(record, settings=settings, inputs=read)
 
 
 def differences(old: StageRecord, new: StageRecord, config: Config) -> list[str]:

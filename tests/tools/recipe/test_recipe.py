@@ -23,6 +23,7 @@ BASE = {
     "batch": {"prompts_per_step": 2, "samples_per_prompt": 2},
     "sft": {"model": "demo:tiny", "data": "demo:add3", "steps": 7},
 }  # fmt: skip
+HELD = [{"path": "held.jsonl"}]
 STAGES = [
     {"name": "cold", "kind": "sft", "config": "base.yaml"},
     {"name": "reason", "kind": "grpo", "config": "base.yaml", "overrides": {"model.path": "${stage:cold}"}},
@@ -68,7 +69,9 @@ class World:
 def world(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("moved").mkdir()
+    for path in ("train.jsonl", "moved/train.jsonl", HELD[0]["path"]):
+        Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     write()
     fake = World()
     monkeypatch.setattr(recipe, "RUNS", dict.fromkeys(("sft", "grpo", "sample"), fake.run))
@@ -198,6 +201,7 @@ def test_changed_settings_of_a_started_stage_are_refused_unless_it_has_written_n
 @pytest.mark.parametrize(("stage", "free", "decisive"), [
     (1, {"health.kl_above": 20.0, "health.action": "warn", "steps": 60, "evaluation.every": 7}, "seed"),
     (1, {"profile.steps": [40], "health.min_signal_groups": 2}, "rewards.timeout_s"),
+    (1, {"data.train": [{"path": "moved/train.jsonl"}], "data.eval": HELD, "data.overlap": "warn"}, "seed"),
     (0, {"health.kl_above": 20.0, "sft.validate_every": 3}, "sft.steps"),
 ])  # fmt: skip
 def test_a_started_stage_may_change_what_its_run_may_change(world, stage, free, decisive):
@@ -213,7 +217,8 @@ def test_a_started_stage_may_change_what_its_run_may_change(world, stage, free, 
     records, _ = run()
     assert list(records) == NAMES
     write()
-    if {"steps", "health.min_signal_groups"} & free.keys():  # other free settings change no result
+    of_results = {"steps", "health.min_signal_groups", "data.eval"}
+    if of_results & free.keys():  # other free settings change no result
         assert f"stage `{name}` is complete" in refusal()
     else:
         run()
