@@ -144,6 +144,25 @@ class Thought:
     closing: str = "</think>"
     prompt: Literal["", "opens", "closes"] = ""
 
+    def advance(self, text: str) -> Thought:
+        """Return the thought after ``text`` of the policy, whose last tag decides. Letter case is ignored.
+
+        "<think>2+2"                  opens
+        "2+2</think>So"               closes
+        "2+2"                         as before
+        """
+        _, closed, rest = text.lower().rpartition(self.closing.lower())
+        if self.opening.lower() in rest:
+            return replace(self, prompt="opens")
+        return replace(self, prompt="closes") if closed else self
+
+    def advance_given(self, text: str) -> Thought:
+        """Return the thought after ``text`` that the policy did not write: only a tag at its end counts."""
+        end = text.rstrip()
+        if end.endswith(self.opening):
+            return replace(self, prompt="opens")
+        return replace(self, prompt="closes") if end.endswith(self.closing) else self
+
 
 NO_THOUGHT = Thought()  # the usual tags, none of them in the prompt
 
@@ -256,6 +275,8 @@ class Turn:
         text: the action, decoded without special tokens.
         observation: the text that the environment inserted after it; "" after the last turn.
         reward: reward that the environment gave for this turn; None: none.
+        thought: part of a thought that stands before the action, as in `Thought.prompt` before the first one;
+            None: unknown.
     """
 
     row: int
@@ -264,6 +285,7 @@ class Turn:
     observation: str = ""
     calls: tuple[ToolCall, ...] = ()
     reward: float | None = None
+    thought: Literal["", "opens", "closes"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -613,6 +613,8 @@ class _Thoughts:
         if self._scored:  # rewards see a completion that begins with the prefill
             before = detect_thought(text.removesuffix(self._scored), self._mentioned, self._tags)
             thought = Thought(thought.opening, thought.closing, before.prompt)
+        if self._tags:
+            thought = Thought(*self._tags, thought.prompt)
         if not thought.prompt:
             return thought
         if thought.closing not in self._kept:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from grpo_dist.chat.template import REJECTED
 from grpo_dist.environments.dialogue import Budgets, Dialogue, EpisodeEnds, Renderer
-from grpo_dist.environments.episode import Action, Generation, Observed
+from grpo_dist.environments.episode import Action, Generation, Observed, join_text
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.runtime.seeds import turn_seed
 from grpo_dist.types import FurtherRow, Prompt, Rollout, Sampling, Task, Turn
@@ -109,11 +109,11 @@ def normalised(messages: Any) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, where: str) -> str:
-    if isinstance(content, str) or content is None:
-        return content or ""
-    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    raise Refused(f"`{where}.content` must be text; images and audio are not supported", param=where)
+    try:
+        return join_text(content)
+    except TypeError:
+        why = f"`{where}.content` must be text; images and audio are not supported"
+        raise Refused(why, param=where) from None
 
 
 def _decoded(arguments: Any) -> Any:
@@ -306,25 +306,22 @@ class AgentRows:
         text = body.get("prompt")
         if not isinstance(text, str):
             raise Refused("`prompt` must be a single text", param="prompt")
-        plain: str = self._renderer.controls.as_text(text)
         for thread in reversed(self._threads):
             if isinstance(thread.keys, str) and text.startswith(thread.keys):
-                tail, thread.keys = plain[len(thread.keys) :], None
+                tail, thread.keys = self._renderer.controls.as_text(text[len(thread.keys) :]), None
                 thread.dialogue.observe(Observed(tail))
                 return thread, text
         # The observation follows in the same text, as after a stop text.
+        plain: str = self._renderer.controls.as_text(text)
         task = Task(self._task.environment, stop=(" ",))
         return self._begin(task, self._renderer.prompt_ids(plain), plain), text
 
     def _begin(self, task: Task, ids: Sequence[int], text: str, tools: str = "") -> _Thread:
-        thought, end = self._prompt.thought, text.rstrip()
-        part: Literal["", "opens", "closes"]
-        part = "opens" if end.endswith(thought.opening) else "closes" if end.endswith(thought.closing) else ""
         prompt = replace(
             self._prompt,
             token_ids=np.array(ids, np.int32),
             task=task,
-            thought=replace(thought, prompt=part),
+            thought=replace(self._prompt.thought, prompt="").advance_given(text),
         )
         thread = _Thread(Dialogue(self._renderer, prompt), None, tools)
         self._threads.append(thread)

@@ -30,7 +30,7 @@ class Step:
     """The environment's answer to an action.
 
     Attributes:
-        observation: text, or chat messages; None with ``done``.
+        observation: text, or chat messages, each with text or text parts; None with ``done``.
         reward: turn reward; None: the turn has none. NaN: it could not be scored.
         done: the episode is over.
     """

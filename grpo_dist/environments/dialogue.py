@@ -20,7 +20,7 @@ The policy acts and the environment answers until one of them ends the episode o
 | "length" | the token budget ended before or during an action |
 | "turns" | the last action that `environments.max_turns` allows did not end it |
 | "tool_limit" | an action had more tool calls than were left; none of them was run |
-| "error" | the environment failed; the sample cannot be scored |
+| "error" | the environment failed, or the template rejects its answer; the sample cannot be scored |
 
 `Renderer` parses actions and renders observations for one tokenizer: chat template, call format, results.
 """
@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_dist.chat.ends import ends_of
-from grpo_dist.chat.template import ControlTokens, encode, encode_prompts, render
+from grpo_dist.chat.template import REJECTED, ControlTokens, encode, encode_prompts, render
 from grpo_dist.config import DataConfig, EnvironmentsConfig
 from grpo_dist.environments.base import Message
 from grpo_dist.environments.episode import Action, Generation, Observed
@@ -57,6 +57,11 @@ from grpo_dist.types import FurtherRow, KeptTokens, Prompt, Rollout, Routes, Tas
 # Replaces the last assistant message's content, to locate the text after it in the rendered text.
 _MARK = "@@CONTENT-OF-THE-LAST-ASSISTANT@@"
 _CUT = "\n... {} characters cut ...\n"
+_SHOWN = "@@CONTENT-OF-MESSAGE-{}@@"  # replaces a message's content, to find out whether it is shown
+
+
+class Rejected(ValueError):
+    """The chat template rejects messages, or drops one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ class Renderer:
         self.ends = ends_of(data, tokenizer)
         self.ends.check()
         self.controls = ControlTokens(tokenizer)
+        self._shown_roles: set[tuple[str, ...]] = set()
 
     @property
     def is_in_place(self) -> bool:
@@ -170,6 +176,27 @@ class Renderer:
                 "follow it; use another `data.chat_template`"
             )
         return Rendered(text, before, tail)
+
+    def check_shown(self, task: Task, history: Sequence[Message], observed: Sequence[Message]) -> None:
+        """Raise ValueError if the template drops a message of ``observed``, after an assistant message.
+
+        Each sequence of roles is rendered once.
+        """
+        roles = tuple(message["role"] for message in observed)
+        if roles in self._shown_roles:
+            return
+        marked = [{**message, "content": _SHOWN.format(number)} for number, message in enumerate(observed)]
+        text = self._render((*history, _assistant(_MARK), *marked), task)
+        dropped = [
+            message
+            for message, mark in zip(observed, marked, strict=True)
+            # An assistant message with calls may have no content.
+            if mark["content"] not in text and message["role"] != "assistant"
+        ]
+        if not dropped:
+            self._shown_roles.add(roles)
+        elif any(message["content"].strip() for message in dropped):
+            raise ValueError(f"it does not show the message of role {dropped[0]['role']!r}")
 
     def cut(self, result: str) -> str:
         """Cut the middle of a tool's result to at most `environments.max_tool_tokens` tokens."""
@@ -283,6 +310,7 @@ class Dialogue:
         self._content = ""  # the assistant message so far, before the action
         self._written = ""  # text of the row as the template writes it, before that message's content
         self._lead: str | None = None  # the prefilled part of that content, such as <think>
+        self._thought = prompt.thought  # as the action begins or continues it
 
     @property
     def context(self) -> list[int]:
@@ -312,20 +340,27 @@ class Dialogue:
         self._rows[-1].add(sampled)
         self._action_ids.extend(sampled.token_ids)
         begin = "" if self._content else self._prompt.prefill
-        text, thought = begin + self._renderer.text(self._action_ids), self._prompt.thought
-        self._action = self._renderer.parse(text, self._action_ids, self._task, thought, begin)
+        text = begin + self._renderer.text(self._action_ids)
+        self._action = self._renderer.parse(text, self._action_ids, self._task, self._thought, begin)
         return self._action
 
     def observe(self, observed: Observed) -> None:
-        """Append the environment's answer to the last action as given tokens; append none if ``done``."""
+        """Append the environment's answer to the last action as given tokens; append none if ``done``.
+
+        Raises Rejected if the chat template rejects the answer, after which the episode cannot go on.
+        """
         calls = tuple(replace(call, result=self._renderer.cut(call.result)) for call in observed.calls)
         observation_messages = self._observation_messages(observed)
-        text = "\n".join([*(call.result for call in calls), *(_text(m) for m in observation_messages)])
+        text = "\n".join([*(call.result for call in calls), *(m["content"] for m in observation_messages)])
         # A failure is recorded, but the policy does not see it.
         self._end_turn(observed.failed or text, calls, observed.reward)
         if not (observed.done or observed.failed):
             self._give(calls, observation_messages, as_text=isinstance(observed.observation, str))
         self._action_ids = []
+
+    def fail(self, reason: str) -> None:
+        """Record after the last turn why the environment's answer cannot be used."""
+        self._turns[-1] = replace(self._turns[-1], observation=f"{self._task.environment}: {reason}")
 
     def rollout(self, sample: int, finish_reason: str) -> Rollout:
         """Return the finished episode, without given tokens after the last action."""
@@ -348,14 +383,18 @@ class Dialogue:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}] if messages else []
         return [
-            {**message, "content": self._renderer.controls.as_text(_text(message))} for message in messages
+            {**message, "content": self._renderer.controls.as_text(message["content"])}
+            for message in messages
         ]
 
     def _end_turn(self, observation: str, calls: tuple[ToolCall, ...], reward: float | None) -> None:
         assert self._action is not None, "an observation without an action"
         row = len(self._rows) - 1
         text, end = self._action.text, self._rows[-1].end
-        self._turns.append(Turn(row, end, text, observation, calls, reward))
+        part = self._thought.prompt
+        if part and self._renderer.controls.any_in(self._thought.closing):
+            part = ""  # a special token is not in the text, so the end of the thought is invisible
+        self._turns.append(Turn(row, end, text, observation, calls, reward, part))
         self._action = None
 
     def _give(self, calls: Sequence[ToolCall], observation_messages: list[Message], *, as_text: bool) -> None:
@@ -368,15 +407,15 @@ class Dialogue:
                 blocks = "".join(f"```output\n{result.rstrip()}\n```\n" for result in results)
                 following = blocks if written.endswith("\n") else f"\n{blocks}"
             elif self._task.stop and as_text and not calls:
-                following = "".join(_text(message) for message in observation_messages)
+                following = "".join(message["content"] for message in observation_messages)
         if following is not None:
             self._content += written + following
-            self._rows[-1].give(self._renderer.ids(following))
+            self._give_text(following)
             return
         if not self._task.messages:
-            parts = [*results, *(_text(message) for message in observation_messages)]
-            following = "".join(f"\n{part}\n" for part in parts) + self._task.prefill
-            self._rows[-1].give(self._renderer.ids(following))
+            self._content = ""
+            parts = [*results, *(message["content"] for message in observation_messages)]
+            self._give_text("".join(f"\n{part}\n" for part in parts), self._task.prefill)
             return
         if self._renderer.is_in_place:  # a template without tools may not support their messages
             messages = [*({"role": "user", "content": text} for text in results), *observation_messages]
@@ -384,14 +423,21 @@ class Dialogue:
             messages = [*result_messages([call.name for call in calls], results), *observation_messages]
         self._continue(self._content + written, messages or [{"role": "user", "content": ""}])
 
+    def _give_text(self, text: str, prefill: str = "") -> None:
+        """Append ``text`` and the next ``prefill`` after the last action, whose thought may continue."""
+        self._rows[-1].give(self._renderer.ids(text + prefill))
+        thought = self._thought.advance(self._turns[-1].text)
+        self._thought = thought.advance_given(text if self._prompt.prefill else text + prefill)
+
     def _continue(self, content: str, messages: Sequence[Message]) -> None:
         """Append the template's text after ``content``, or begin a row with the whole text."""
         if self._lead is None:
             self._written = prompt = self._renderer.prompt(self._task)
-            bare = self._renderer.conversation(self._task, self._history, content, messages)
+            bare = self._conversation(content, messages)
             self._lead = prompt.removeprefix(bare.before) if prompt.startswith(bare.before) else ""
         whole = self._lead + content
-        rendered = self._renderer.conversation(self._task, self._history, whole, messages)
+        rendered = self._conversation(whole, messages)
+        self._thought = self._prompt.thought
         self._history += [{"role": "assistant", "content": whole}, *messages]
         self._content = ""
         if self._is_kept(content, rendered):
@@ -400,6 +446,14 @@ class Dialogue:
         else:
             self._rows.append(GrowingRow(self._renderer.ids(rendered.text)))
             self._written = rendered.text
+
+    def _conversation(self, content: str, messages: Sequence[Message]) -> Rendered:
+        """Render the conversation with ``messages`` after the policy's message. Raises Rejected."""
+        try:
+            self._renderer.check_shown(self._task, self._history, messages)
+            return self._renderer.conversation(self._task, self._history, content, messages)
+        except REJECTED as error:
+            raise Rejected(str(error)) from error
 
     def _is_kept(self, content: str, rendered: Rendered) -> bool:
         """Return whether the tail still follows the row's text, ignoring white space."""
@@ -419,11 +473,6 @@ class Dialogue:
             if self._renderer.text([token]).strip():
                 break
         return ids
-
-
-def _text(message: Message) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else str(content)
 
 
 def _squashed(text: str) -> str:
@@ -471,7 +520,14 @@ async def play(rows: Dialogue, ends: EpisodeEnds, budgets: Budgets, *, seed: int
         if budgets.tool_calls is not None and calls > budgets.tool_calls:
             return "tool_limit"
         observed = await ends.act(action, turn)
-        rows.observe(observed)
+        try:
+            rows.observe(observed)
+        except Rejected as error:
+            rows.fail(
+                f"the model's chat template rejects the answer ({error}); return text, or messages that the "
+                "template shows"
+            )
+            return "error"
         if observed.failed:
             return "error"
         if observed.done:

@@ -30,6 +30,18 @@ def replace_surrogates(value: Any) -> Any:
     return value
 
 
+def join_text(content: Any) -> str:
+    """Return the content of a message as text: a list of text parts is joined, and None is "".
+
+    Raises TypeError for any other content, such as an image.
+    """
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise TypeError(f"{str(content)[:100]!r} is no text")
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A tool call as parsed from an action.

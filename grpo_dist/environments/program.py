@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_dist.environments.base import Environment, Problem, Step
 from grpo_dist.environments.builtin import python
-from grpo_dist.environments.episode import Call
+from grpo_dist.environments.episode import Call, join_text
 from grpo_dist.environments.registry import load_environment
 from grpo_dist.environments.tools import BadCall, as_text, typed_tools
 
@@ -141,16 +141,17 @@ def _result(text: str, outcome: str, seconds: float = 0.0) -> dict[str, Any]:
 
 
 def _observation(value: Any, method: str) -> Any:
-    """Check an observation: text, or messages with role and content."""
+    """Return an observation: text, or messages with role and content, which is text."""
     if isinstance(value, str):
         return value
     try:
-        messages = [dict(message) for message in value]
-    except (TypeError, ValueError):
+        messages = [{**message, "content": join_text(message["content"])} for message in map(dict, value)]
+    except (TypeError, ValueError, KeyError):
         messages = []
-    if not messages or any(not isinstance(m.get("role"), str) or "content" not in m for m in messages):
+    if not messages or any(not isinstance(message.get("role"), str) for message in messages):
         raise TypeError(
-            f"{method} returned {str(value)[:100]!r}; expected text or messages of role and content"
+            f"{method} returned {str(value)[:100]!r}; expected text, or messages of role and content, which "
+            "is text or a list of text parts"
         )
     return messages
 

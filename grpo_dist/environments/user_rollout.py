@@ -55,7 +55,7 @@ class UserRollout:
         generations: list[tuple[list[int], Generation]] = []
 
         async def generate_part(
-            token_ids: Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = sampling.stop
+            token_ids: Sequence[int], max_tokens: int | None = None, stop: str | Sequence[str] = sampling.stop
         ) -> Generation:
             nonlocal numbers
             left = max_new_tokens - (len(token_ids) - len(start))
@@ -66,6 +66,7 @@ class UserRollout:
                 )
             request_seed, numbers = turn_seed(seed, numbers), numbers + 1
             most = min(left, max_tokens or left)
+            stop = (stop,) if isinstance(stop, str) else stop
             generation = await generate(list(token_ids), request_seed, sampling, most, stop=stop)
             generations.append((list(token_ids), generation))
             return generation

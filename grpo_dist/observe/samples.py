@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, has_tokens
@@ -28,6 +29,7 @@ _REPEATED = [
     "uid", "source", "problem", "answer", "outcome", "finish_reason", "temperature", "max_new_tokens",
     "policy_versions.list.element",
 ]  # fmt: skip
+_OF_PROMPTS = ("source", "problem", "answer", "prompt_ids")  # columns for readers of the file
 _OF_TOKENS = ("advantages", "ref_logprobs", "trainer_logprobs")
 _FLOATS, _INTS, _BOOLS = pa.list_(pa.float32()), pa.list_(pa.int32()), pa.list_(pa.bool_())
 _CALL = pa.struct(
@@ -41,6 +43,7 @@ _TURN = pa.struct(
         "observation": pa.string(),
         "calls": pa.list_(_CALL),
         "reward": pa.float64(),
+        "thought": pa.string(),  # tables of earlier versions have none
     }.items()
 )
 _ROUTES = pa.struct({"dtype": pa.string(), "shape": _INTS, "bytes": pa.binary()}.items())
@@ -91,7 +94,7 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
 
     Raises ValueError for a uid that is not in ``prompts``.
     """
-    rows = pq.read_table(path).to_pylist()
+    rows = _rows(path)
     order = list(dict.fromkeys(row["uid"] for row in rows))
     missing = [uid for uid in order if uid not in prompts]
     if missing:
@@ -103,6 +106,34 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
     for row in rows:
         by_uid[row["uid"]].append(row)
     return [_group(prompts[uid], sorted(by_uid[uid], key=lambda r: r["sample"])) for uid in order]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return what a Group holds of each row, with an array for each list of numbers."""
+    with pq.ParquetFile(path) as file:
+        names = [name for name in file.schema_arrow.names if name not in _OF_PROMPTS]
+        parts = (file.read_row_group(i, columns=names) for i in range(file.num_row_groups))
+        columns = ([_values(column.combine_chunks()) for column in part.columns] for part in parts)
+        return [dict(zip(names, row, strict=True)) for part in columns for row in zip(*part, strict=True)]
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Return the values of ``column`` as `to_pylist` does, but a list of numbers as an array: a Python object
+    per token takes ten times as much memory, and holds the GIL.
+    """
+    if pa.types.is_struct(column.type):
+        names = [field.name for field in column.type]
+        rows = zip(*map(_values, column.flatten()), strict=True)
+        values: Iterable[Any] = (dict(zip(names, row, strict=True)) for row in rows)
+    elif pa.types.is_list(column.type):
+        inner = column.flatten()
+        is_numbers = pa.types.is_primitive(inner.type)
+        items = inner.to_numpy(zero_copy_only=False) if is_numbers else _values(inner)
+        ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0)).tolist()
+        values = (items[begin:end] for begin, end in pairwise([0, *ends]))
+    else:
+        return column.to_pylist()
+    return [v if valid else None for v, valid in zip(values, column.is_valid().to_pylist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

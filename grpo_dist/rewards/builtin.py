@@ -103,8 +103,8 @@ class Format(Binary):
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return [
-            think_answer_format(completion, thought=group.thought, answer_tags=self.answer_tags)
-            for completion in group.completions
+            think_answer_format(completion, thought=thought, answer_tags=self.answer_tags)
+            for completion, thought in group.with_thoughts
         ]
 
 

@@ -16,9 +16,8 @@ from grpo_dist.config.algorithm import ESTIMATOR_TRAITS
 from grpo_dist.config.rewards import FunctionConfig
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.group import named_columns
-from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import REWARDS, UserFunction, make, resolve_function
-from grpo_dist.runtime.hardware import available_cpus
+from grpo_dist.rewards.pool import GraderPool, processes_for
+from grpo_dist.rewards.registry import REWARDS, UserFunction, check_name, make
 
 
 def check_rewards(settings: RewardsConfig, *, max_new_tokens: int, pool: GraderPool | None = None) -> None:
@@ -59,12 +58,13 @@ def reward_problems(
 
 
 def name_problems(settings: RewardsConfig) -> Iterator[str]:
-    """Yield a message for every reward that has an unknown name. Loads nothing."""
+    """Yield a message for every reward that has an unknown name, or a kind that the name lacks. Loads
+    nothing.
+    """
     for source, rewards_of_source in settings.variants.items():
         for function in rewards_of_source.functions:
             try:
-                if function.function not in REWARDS:
-                    resolve_function(function.function)
+                check_name(function)
             except ValueError as error:
                 yield _describe(settings, source, function, error)
 
@@ -278,7 +278,7 @@ def find_unreadable(golds: Sequence[str], settings: RewardsConfig) -> tuple[list
     examined = len(golds) - len(formulas) + len(sample)
     if not sample:
         return [], examined
-    with GraderPool.from_config(settings, min(available_cpus(), len(sample))) as pool:
+    with GraderPool.from_config(settings, processes_for(len(sample))) as pool:
         answers = [{"answer": golds[i]} for i in sample]
         readable = pool.call("grpo_dist.rewards.math:gold_is_parsable", answers)
     return [i for i, value in zip(sample, readable, strict=True) if value != 1.0], examined

@@ -17,7 +17,12 @@ from jaxtyping import Float, Int32
 from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.math import Grade
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.thought import normalise_tags, resolve_thought, strip_unclosed_thought
+from grpo_dist.rewards.thought import (
+    normalise_tags,
+    resolve_thought,
+    strip_unclosed_thought,
+    thought_of_answer,
+)
 from grpo_dist.runtime.files import record_to_dict
 from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought, Turn
 
@@ -100,7 +105,8 @@ class CompletionGroup:
     gold: str
     columns: Mapping[str, Any]  # `problem` and the further columns of the data
     max_new_tokens: int  # length limit of the completions
-    thought: Thought = NO_THOUGHT  # the tags around a thought, and whether the prompt opens it
+    # [G] tags around each thought, and which part stands before the completion; (): the usual tags, no part
+    thoughts: tuple[Thought, ...] = ()
     turns: tuple[Turns, ...] = ()  # [G], see `turns_for_rewards`; (): no environment
     given: tuple[int, ...] = ()  # [G] number of tokens from the environment; (): none
     source: str = ""  # name of the problem's source
@@ -120,6 +126,7 @@ class CompletionGroup:
         ``max_new_tokens``: limit of samples that have none. ``max_length``: limit of prompt plus completion;
         None: unknown. ``settings`` may override the thought detected in the prompt.
         """
+        thought = resolve_thought(prompt.thought, settings) if settings else prompt.thought
         longest = next((r.max_new_tokens for r in rollouts if r.max_new_tokens), max_new_tokens)
         return cls(
             completions=tuple(r.text for r in rollouts),
@@ -129,20 +136,29 @@ class CompletionGroup:
             source=prompt.source,
             columns={"problem": prompt.text, **named_columns(prompt.columns)},
             max_new_tokens=min(longest, max_length - len(prompt.token_ids)) if max_length else longest,
-            thought=resolve_thought(prompt.thought, settings) if settings else prompt.thought,
+            thoughts=tuple(thought_of_answer(r, thought) for r in rollouts),
             turns=tuple(turns_for_rewards(r.turns) for r in rollouts),
             given=tuple(r.num_tokens - r.num_sampled for r in rollouts),
         )
 
     @property
+    def with_thoughts(self) -> list[tuple[str, Thought]]:
+        """Completions, each with its entry of ``thoughts``. [G]"""
+        thoughts = self.thoughts or (NO_THOUGHT,) * len(self.completions)
+        return list(zip(self.completions, thoughts, strict=True))
+
+    @property
     def outside_thoughts(self) -> list[str]:
         """Completions without an unclosed thought, which contains no answer. [G]"""
-        return [strip_unclosed_thought(completion, self.thought) for completion in self.completions]
+        return [strip_unclosed_thought(completion, thought) for completion, thought in self.with_thoughts]
 
     @property
     def graded_texts(self) -> list[str]:
         """`outside_thoughts` with ``</think>`` as the closing tag, which the graders expect. [G]"""
-        return [normalise_tags(text, self.thought) for text in self.outside_thoughts]
+        return [
+            normalise_tags(strip_unclosed_thought(completion, thought), thought)
+            for completion, thought in self.with_thoughts
+        ]
 
     @property
     def lengths(self) -> list[int]:

@@ -33,7 +33,8 @@ _NAMED = re.compile(
 )
 _TEXT = re.compile(r"\\(?:text\w*|mbox|hbox|intertext)\s*\{([^{}]*)\}")
 _RUN = re.compile(r"[A-Za-z]+")
-_PHRASE = re.compile(r"[A-Za-z]{2,}(?:[ ,.'-]+[A-Za-z]{2,})+")  # adjacent words are not a product
+# Adjacent words are not a product. The lookbehind keeps the search linear in a long run of letters.
+_PHRASE = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?:[ ,.'-]+[A-Za-z]{2,})+")
 _NAMES = re.compile(r"(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")  # AB, ABC: segments and triangles
 _THIN_SPACE = r"(?:\\[,;:!> ]|~)"
 _DIFFERENTIAL = re.compile(rf"{_THIN_SPACE}\s*d[r-zAVS](?![A-Za-z])")  # xy\,dx is no phrase

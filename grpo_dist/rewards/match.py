@@ -14,6 +14,8 @@ from grpo_dist.rewards.thought import final_text
 
 _LONGEST = 20_000  # last characters of a completion that are searched
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+# 1\,234, and the Unicode characters of this space. Other spaces may separate two numbers.
+_GROUPED = re.compile(r"(?<![\w^.])\d{1,3}(?:(?:\\,|[\u2009\u202f])\d{3})+(?!\d)")
 _SPACE = r"(?:\s|\\[,;: ]|~)"
 _GAP = rf"{_SPACE}*"
 _GAP_IN_LINE = r"(?:[ \t]|\\[,;: ]|~)*"  # a number and a fraction on the next line are two answers
@@ -103,7 +105,8 @@ def last_number(text: str, *, prose: bool = False) -> float | None:
 
     ``prose``: "- 3" at the beginning of a line is an item of a list, not a negative number.
     """
-    plain = latex(text.replace("{,}", ",").replace("\\!", ""))
+    ungrouped = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    plain = latex(ungrouped.replace("{,}", ",").replace("\\!", ""))
     for match in reversed(list(_NUMBER.finditer(plain))):
         try:
             parts = _parts(match)

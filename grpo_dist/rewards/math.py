@@ -203,18 +203,24 @@ def _response(completion: str) -> str:
     return after if stated_choice(end) is not None or read(end) is not None else completion
 
 
-def gold_text(answer: str) -> str:
-    """Return the answer in a gold, which may be boxed or a whole solution: ``... = 4\\n#### 4`` -> ``4``."""
+def marked_gold(answer: str) -> str:
+    """Return the answer that a gold marks, by boxes or ``####``; the whole gold without a mark."""
     if contents := boxes(answer):
         return ", ".join(contents)
     if "\\boxed{" in answer:  # never closed
         return answer.rpartition("\\boxed{")[2].strip()
     if "####" in answer:
         return answer.rpartition("####")[2].strip()
-    is_solution = len(answer) > _LONGEST_PHRASE and len(_PROSE.findall(answer)) > _FEW_WORDS
-    if is_solution and (reading := read(answer)) is not None:
-        return reading.text
     return answer
+
+
+def gold_text(answer: str) -> str:
+    """Return the answer in a gold, which may be boxed or a whole solution: ``... = 4\\n#### 4`` -> ``4``."""
+    gold = marked_gold(answer)
+    is_solution = len(gold) > _LONGEST_PHRASE and len(_PROSE.findall(gold)) > _FEW_WORDS
+    if gold == answer and is_solution and (reading := read(answer)) is not None:
+        return reading.text
+    return gold
 
 
 def gold_is_parsable(answer: str) -> bool:

@@ -33,6 +33,7 @@ import psutil
 from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.child import IMPORTING
 from grpo_dist.rewards.math import Grade
+from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.runtime.processes import (
     child_command,
     code_directories,
@@ -41,11 +42,13 @@ from grpo_dist.runtime.processes import (
     python_path,
 )
 
+_MOST_PROCESSES = 64  # on all CPUs of a machine; each has 3 descriptors, and often 1024 are allowed
 _START_S = 120.0  # limit for a new process to import the parsers, or a user module, on a busy machine
 _TASKS_PER_PROCESS = 2000  # then the process is replaced, because parsers keep caches
 _ATTEMPTS = 2  # a process may die for a reason other than its current answer
 _KILLED_S = 10.0  # limit for a killed process to exit; a process stuck in the kernel is abandoned
 _BUSY = 6  # wall-clock limit of a math grader without enough CPU, as a multiple of its deadline
+_LONGEST_POLL_MS = 2**31 - 1  # of the system call; 25 days
 _LONGEST_REPLY = 1 << 20  # bytes; far above any reply of a grader
 _TOGETHER_S = 2.0  # for an event loop to end calls that are past their deadline
 _USER_CODE = ("load", "call")  # kinds whose first argument is a function
@@ -351,8 +354,7 @@ class _Process:
         rest = memoryview(pickle.dumps((number, kind, arguments)))
         end = time.monotonic() + seconds
         while rest:
-            _, ready, _ = select.select([], [self._input], [], max(0.0, end - time.monotonic()))
-            if not ready:
+            if not _ready(self._input, select.POLLOUT, end):
                 raise TimeoutError
             rest = rest[os.write(self._input, rest[: 1 << 16]) :]
         cpu_s = 0.0 if kind in _USER_CODE else seconds
@@ -381,8 +383,7 @@ class _Process:
         """
         last = end + (_BUSY - 1) * cpu_s
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._output], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
+            if not _ready(self._output, select.POLLIN, end):
                 left = min(cpu_s - self._used_cpu(), last - time.monotonic()) if cpu_s else 0.0
                 if left <= 0:
                     raise TimeoutError
@@ -397,6 +398,18 @@ class _Process:
                 raise ValueError(f"it wrote more than {_LONGEST_REPLY} bytes")
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
+
+
+def processes_for(answers: int) -> int:
+    """Return how many grader processes to start on this machine for ``answers``, at least 1."""
+    return max(1, min(available_cpus(), _MOST_PROCESSES, answers))
+
+
+def _ready(descriptor: int, event: int, end: float) -> bool:
+    """Wait for ``event``, or a hang-up, until ``end``, by `time.monotonic`. Return whether it came."""
+    poller = select.poll()  # `select.select` refuses descriptors from 1024 on
+    poller.register(descriptor, event)
+    return bool(poller.poll(min(1000.0 * max(0.0, end - time.monotonic()), _LONGEST_POLL_MS)))
 
 
 def _result(status: str, value: Any, size: int | None) -> float | list[float] | Failure:

@@ -60,7 +60,8 @@ def user_rewards(settings: RewardsConfig) -> tuple[UserComponent, ...]:
 
 
 def make(settings: FunctionConfig) -> Builtin:
-    """Create a built-in reward. Raises ValueError for kwargs that it does not accept."""
+    """Create a built-in reward. Raises ValueError for a kind or kwargs that it does not accept."""
+    check_name(settings)
     reward = REWARDS[settings.function]
     try:
         return reward.model_validate(settings.kwargs)
@@ -76,6 +77,17 @@ def make(settings: FunctionConfig) -> Builtin:
             message = f"kwargs.{key} = {shown_value(item['loc'], item['input'])}: {item['msg'].lower()}"
         message = masked_text(message, settings.kwargs)
         raise ValueError(f"{message}; {settings.function} takes: {fields}") from error
+
+
+def check_name(settings: FunctionConfig) -> None:
+    """Raise ValueError for a name that is unknown, and for a built-in reward of kind process."""
+    if settings.function not in REWARDS:
+        resolve_function(settings.function)
+    elif isinstance(settings, ProcessRewardConfig):
+        raise ValueError(
+            f"kind = process: built-in reward {settings.function} scores no steps; remove `kind`, or name a "
+            "user-supplied function"
+        )
 
 
 def resolve_function(function: str) -> str:

@@ -29,7 +29,7 @@ from grpo_dist.config.secrets import masked
 from grpo_dist.rewards.builtin import Builtin, Note
 from grpo_dist.rewards.endpoint import Endpoint, EndpointSettings, NoReply
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
-from grpo_dist.rewards.math import gold_text
+from grpo_dist.rewards.math import marked_gold
 from grpo_dist.rewards.text import alternatives, boxes
 from grpo_dist.rewards.thought import final_text, text_after_thought
 
@@ -420,7 +420,7 @@ class LLMJudge(ChatReward):
         accepted = [False] * len(group.completions)
         if self.only_when == "wrong":
             accepted = [correct == 1.0 for correct in verdicts.correct]
-        gold = " or ".join(gold_text(one) for one in alternatives(group.gold))
+        gold = " or ".join(marked_gold(one) for one in alternatives(group.gold))
         problem = str(group.columns.get("problem", ""))
         candidates = [
             "" if right else candidate(text, gold)

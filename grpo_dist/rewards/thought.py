@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from grpo_dist.types import NO_THOUGHT, Thought
+from grpo_dist.types import NO_THOUGHT, Rollout, Thought
 
 if TYPE_CHECKING:  # keeps the configuration out of grader processes
     from grpo_dist.config import RewardsConfig
@@ -17,6 +18,19 @@ def resolve_thought(thought: Thought, settings: RewardsConfig) -> Thought:
     """Override the tags of ``thought``, detected in the prompt, by the settings."""
     opening, closing = settings.thought_tags or (thought.opening, thought.closing)
     return Thought(opening, closing, thought.prompt)
+
+
+def thought_of_answer(rollout: Rollout, thought: Thought) -> Thought:
+    """Return ``thought`` of the prompt as ``rollout.text`` begins or continues it: in an episode, the last
+    action, which may begin another thought where an earlier action of its message closed one.
+    """
+    part = rollout.turns[-1].thought if rollout.turns else None
+    if part is None:
+        return thought
+    closed_earlier = part == "closes" and thought.prompt != "closes"
+    if closed_earlier and rollout.text.lstrip().startswith(thought.opening):
+        part = ""
+    return replace(thought, prompt=part)
 
 
 def infer_thought(completions: Sequence[str], settings: RewardsConfig) -> Thought:

@@ -28,7 +28,7 @@ from grpo_dist.rewards.builtin import Builtin, Note
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.runtime.concurrency import LoopThread
 
-_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^([ \t]*)```[ \t]*+(\w*+)[^\n]*+\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py")
 _REASON = 200  # last characters of a failure's output in messages
 _TRIALS = (
@@ -156,9 +156,17 @@ class UnitTests(Builtin):
 
 
 def last_block(text: str) -> str | None:
-    """Return the last fenced block of Python or without a language; None without a block."""
-    blocks = [block[2] for block in _FENCED.finditer(text) if block[1].lower() in _LANGUAGES]
-    return blocks[-1] if blocks else None
+    """Return the last fenced block of Python or without a language; None without a block.
+
+    What the code shares with an indented fence, as in an item of a list, is removed: other indentation means
+    the body of the setup's header, see `_pieces`.
+    """
+    blocks = [block for block in _FENCED.finditer(text) if block[2].lower() in _LANGUAGES]
+    if not blocks:
+        return None
+    fence, _, code = blocks[-1].groups()
+    indentations = [len(line) - len(line.lstrip(" \t")) for line in code.split("\n") if line.strip()]
+    return re.sub(rf"(?m)^[ \t]{{0,{min([len(fence), *indentations])}}}", "", code)
 
 
 def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:

@@ -4,9 +4,11 @@ whatever its rows.
 
 import math
 import pickle
+import tracemalloc
 from dataclasses import fields, replace
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -299,7 +301,7 @@ def same(a, b):
 def test_episodes_are_sent_and_kept_bit_for_bit(seed, tmp_path_factory):
     path = tmp_path_factory.mktemp("kept") / "groups.parquet"
     groups = made_groups.episode_groups(seed=seed)
-    turn = replace(groups[0].rollouts[0].turns[0], reward=math.nan, observation="\u2028é\n")
+    turn = replace(groups[0].rollouts[0].turns[0], reward=math.nan, observation="\u2028é\n", thought="opens")
     first = groups[0].rollouts[0]
     odd = replace(first, turns=(turn, *first.turns[1:]))
     groups[0] = replace(groups[0], rollouts=(odd, *groups[0].rollouts[1:]))
@@ -311,12 +313,44 @@ def test_episodes_are_sent_and_kept_bit_for_bit(seed, tmp_path_factory):
         assert same(group.rollouts, sent.group(i)) and same(group.rollouts, read.rollouts)
 
 
+def test_a_table_of_episodes_from_before_thoughts_were_recorded_is_read(tmp_path):
+    path, group = tmp_path / "t.parquet", made_groups.episode_groups(seed=0)[0]
+    write_groups(path, [group])
+    table = pq.read_table(path)
+    turns = [
+        [{name: value for name, value in turn.items() if name != "thought"} for turn in row]
+        for row in table["turns"].to_pylist()
+    ]
+    index = table.schema.get_field_index("turns")
+    pq.write_table(table.set_column(index, "turns", pa.array(turns)), path)
+    (read,) = read_groups(path, {group.prompt.uid: group.prompt})
+    assert same(read.rollouts, group.rollouts)
+
+
 def test_a_table_without_episodes_has_no_columns_for_them(tmp_path):
     group = made_groups.group(0, np.random.default_rng(0))
     write_groups(tmp_path / "t.parquet", [group])
     assert not {"sampled", "turns", "further_rows"} & set(pq.read_schema(tmp_path / "t.parquet").names)
     (read,) = read_groups(tmp_path / "t.parquet", {group.prompt.uid: group.prompt})
     assert same(read.rollouts, group.rollouts) and read.rollouts[0].sampled is None
+
+
+def test_reading_a_table_makes_no_object_per_token(tmp_path):
+    """A checkpoint may hold gigabytes of samples, and the loop waits for them."""
+    group, tokens = made_groups.group(0, np.random.default_rng(0)), 100_000
+    ids = np.arange(tokens, dtype=np.int32)
+    first = replace(
+        group.rollouts[0], completion_ids=ids, logprobs=ids.astype(np.float32), policy_versions=ids
+    )
+    group = replace(group, rollouts=(first, *group.rollouts[1:]))
+    write_groups(tmp_path / "t.parquet", [group])
+    peaks = []
+    for _ in range(2):  # the first time imports modules
+        tracemalloc.start()
+        (read,) = read_groups(tmp_path / "t.parquet", {group.prompt.uid: group.prompt})
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert 12 * tokens < peaks[1] < 24 * tokens and same(read.rollouts, group.rollouts)
 
 
 @pytest.mark.parametrize("mode", MODES)

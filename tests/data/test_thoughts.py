@@ -60,6 +60,7 @@ def test_tags_of_the_configuration_are_found_at_the_end_of_a_prompt(end, prompt)
     assert build_prompt(end, thought_tags=("<T>", "</T>")).thought.prompt == prompt
     assert build_prompt("", prefill=end, thought_tags=("<T>", "</T>")).thought.prompt == prompt
     assert build_prompt(end).thought == Thought()
+    assert build_prompt("<think>", thought_tags=("<T>", "</T>")).thought == Thought("<T>", "</T>", "opens")
 
 
 def test_a_closing_tag_that_decoding_drops_opens_nothing():
@@ -119,7 +120,7 @@ def test_every_reward_respects_a_thought_opened_by_the_prompt():
         scorer = Scorer(specs, pool)
         group = completion_group(GROUP, "4")
         closed = scorer.score(group)
-        opened = scorer.score(replace(group, thought=OPENS))
+        opened = scorer.score(replace(group, thoughts=(OPENS,) * 3))
     assert {name: part.tolist() for name, part in opened.parts.items()} == {
         "math": [1.0, 0.0, 1.0],
         "exact": [1.0, 0.0, 1.0],

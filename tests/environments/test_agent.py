@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from grpo_dist.batch.rows import make_batch
+from grpo_dist.chat.template import ControlTokens
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.environments.agent import Agents, chunks
 from grpo_dist.environments.agent_rows import AgentRows, Refused, play_agent
@@ -206,19 +209,38 @@ def test_a_stop_text_is_kept_in_the_row_and_left_out_of_the_answer() -> None:
     assert _decoded(renderer, rollout.completion_ids).startswith("<search>a</search>\n<|im_end|>\n")
 
 
-def test_plain_completions_continue_their_text() -> None:
+@pytest.mark.parametrize(("head", "read"), [("", ""), ("<|im_start|>", "< |im_start|>")])
+def test_plain_completions_continue_their_text(head: str, read: str) -> None:
+    """Control tokens in it are read as text."""
     renderer, rows = _begin(chat_template="none")
     texts = []
     for prompt, text, end in (("Q: 1+1\nA:", " 2\n", False), ("Q: 1+1\nA: 2\nQ: 2+2\nA:", " 4", True),
                               ("Q: 1+1\nA: 2\nQ: 2+2\nA: 4.", "?", True)):  # fmt: skip
-        rows.ask({"prompt": prompt, "max_tokens": 16})
+        rows.ask({"prompt": head + prompt, "max_tokens": 16})
         reply = rows.add_action(_generated(renderer, text, end=end)).reply
         assert reply is not None and reply["choice"] == {"text": text, "finish_reason": "stop"}
         texts.append(_decoded(renderer, rows._threads[-1].dialogue.context))
     rollout = rows.rollout(0, "stop")
-    assert texts[1].startswith("Q: 1+1\nA: 2\nQ: 2+2\nA: 4") and len(rollout.further_rows) == 1
+    assert texts[1].startswith(f"{read}Q: 1+1\nA: 2\nQ: 2+2\nA: 4") and len(rollout.further_rows) == 1
     with pytest.raises(Refused, match="use /v1/completions"):
         rows.ask({"messages": [_U]})
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_an_agents_answer_has_the_thought_of_its_own_text(is_special: bool) -> None:
+    """A closing tag that is a special token is not in the answer, so no thought counts as open."""
+    renderer, rows = _begin(chat_template="none")
+    if is_special:
+        renderer._tokenizer.add_tokens([AddedToken("</think>", special=True, normalized=False)])
+        renderer.controls = ControlTokens(renderer._tokenizer)
+    first, answer = "Q: 1+1\nA: <think>\n", "two</think> 2"
+    rows.ask({"prompt": first})
+    rows.add_action(_generated(renderer, answer, end=False))
+    before = first + rows._threads[0].keys.removeprefix(first)
+    rows.ask({"prompt": f"{before}\nQ: 2+2\nA:"})
+    rows.add_action(_generated(renderer, " 4", end=True))
+    thoughts = [turn.thought for turn in rows.rollout(0, "stop").turns]
+    assert thoughts == (["", ""] if is_special else ["opens", "closes"])
 
 
 @pytest.mark.parametrize(("more", "words"), [
@@ -444,6 +466,38 @@ def test_pending_requests_fail_when_their_episode_ends(tmp_path: Path) -> None:
         return statuses
 
     assert asyncio.run(asyncio.wait_for(session(), HANG_S)) == [200, 410, 410]
+
+
+@pytest.mark.parametrize("when", ["it waits", "it starts"])
+def test_an_agent_whose_episode_ends_before_it_runs_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Programs are started one after the other."""
+    (tmp_path / "my_agent.py").write_text("import time; time.sleep(10_000)")
+    agents = Agents(EnvironmentsConfig(code_paths=(str(tmp_path),)))
+    start, processes = asyncio.create_subprocess_exec, []
+
+    async def start_and_end(*command: Any, **how: Any) -> Any:
+        processes.append(await start(*command, **how))
+        await agents.end("e")
+        return processes[0]
+
+    async def session() -> None:
+        beginning = agents.begin("e", Task("program:my_agent.py"), Problem("x", "y", {}))
+        if when == "it waits":
+            async with agents._starting:
+                starting = asyncio.create_task(beginning)
+                await asyncio.sleep(0)
+                await agents.end("e")
+            await starting
+        else:
+            await beginning
+        assert not agents.has("e")
+        await agents.close()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_end)
+    asyncio.run(asyncio.wait_for(session(), HANG_S))
+    assert [process.returncode for process in processes] == ([] if when == "it waits" else [-signal.SIGKILL])
 
 
 def test_no_key_no_answer(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from grpo_dist.environments.builtin import calculator
 from grpo_dist.environments.dialogue import Budgets, Dialogue, Renderer, play
 from grpo_dist.environments.episode import Action, Call, Generation, Observed
 from grpo_dist.environments.tools import TypedTool
-from grpo_dist.types import Prompt, Rollout, Task, ToolCall
-from tests.support.chat_templates import real_tokenizer
+from grpo_dist.rewards.format import think_answer_format
+from grpo_dist.rewards.group import CompletionGroup
+from grpo_dist.types import Prompt, Rollout, Task, Thought, ToolCall
+from tests.support.chat_templates import real_tokenizer, templated_tokenizer, trl_templates
 from tests.support.made_episodes import generated
 
 _TOOLS = (TypedTool(calculator).schema,)
@@ -333,6 +336,11 @@ def test_a_prefill_begins_a_message_and_does_not_follow_observed_text() -> None:
     _act(dialogue, renderer, "400", END)
     dialogue.observe(Observed("Too low."))
     assert plain.decode(dialogue.context) == f"12*34=So 400{END}\nToo low.\nSo "
+    dialogue = Dialogue(renderer, _prompt(renderer, messages=(), prefill="So ", scored="So "))
+    for text, observed in ((_CODE, _result("408")), (f"400{END}", Observed("Too low.")), ("408", Observed())):
+        _act(dialogue, renderer, text, None)
+        dialogue.observe(observed)
+    assert [turn.text for turn in dialogue.rollout(0, "turns").turns] == [f"So {_CODE}", "400", "So 408"]
 
 
 def test_an_episode_with_a_prefill_goes_on_in_its_further_row() -> None:
@@ -399,6 +407,98 @@ def test_a_code_block_inside_a_thought_is_a_call_and_the_thought_goes_on_after_i
         "I try.\n```calculator\n12*34\n```\n```output\n408\n```\nSo it is.\n</think>\n\n\\boxed{408}"
         + tokenizer.eos_token
     )
+
+
+_CODE = "```calculator\n12*34\n```\n"
+_SEARCH, _STOP = "<search>12*34</search>", {"tools": (), "stop": ("</search>",)}
+_PLAIN: dict[str, Any] = {"tools": (), "messages": (), "prefill": "<think>"}
+_OPENS, _BOX = Thought(prompt="opens"), "So \\boxed{408}"
+_R1, _QWEN, _LOW = "deepseek-r1-distill", "qwen2.5", Observed("Too low.")
+
+
+@pytest.mark.parametrize(("name", "first", "observed", "last", "graded", "form", "kwargs"), [
+    (_R1, f"hm\n</think>\n{_CODE}", _result("408"), _BOX, _BOX, 1, {}),
+    (_R1, f"hm\n</think>\n{_CODE}", _result("<think>"), _BOX, _BOX, 1, {}),
+    (_R1, _CODE, _result("408"), f"hm</think>{_BOX}", f"hm</think>{_BOX}", 1, {}),
+    (_R1, _CODE, _result("</think>"), _BOX, "", 0, {}),
+    (_R1, f"hm\n</think>{_SEARCH}", Observed("408"), _BOX, _BOX, 1, _STOP),
+    (_R1, f"hm\n</think>{_SEARCH}", Observed("408\n<think>\n"), _BOX, "", 0, _STOP),
+    (_R1, "hm</think>400?", Observed([{"role": "user", "content": "no"}]), _BOX, "", 0, _STOP),
+    (_QWEN, f"<think>\n{_CODE}", _result("408"), f"{_BOX}, let me check", "", 0, {}),
+    (_QWEN, f"<THINK>\n{_CODE}", _result("408"), f"a</think>{_BOX}", f"a</think>{_BOX}", 1, {}),
+    (_QWEN, f"<think>a</think>{_SEARCH}", Observed("408"), _BOX, _BOX, 1, _STOP),
+    # As in Search-R1: each result is thought about.
+    (_QWEN, f"<think>a</think>{_SEARCH}", Observed("408"), f"<think>b</think>{_BOX}",
+     f"<think>b</think>{_BOX}", 1, _STOP),
+    (_QWEN, _SEARCH, Observed("408"), _BOX, _BOX, 0, _STOP),
+    ("plain", "a</think>400", _LOW, _BOX, "", 0, _PLAIN),
+    ("plain", "a</think>400", _LOW, _BOX, "", 0, _PLAIN | {"scored": "<think>"}),
+    ("plain", "a</think>400", _LOW, _BOX, _BOX, 1, _PLAIN | {"prefill": "", "thought": _OPENS}),
+    ("plain", "a400", _LOW, _BOX, "", 0, _PLAIN | {"prefill": "", "thought": _OPENS}),
+])  # fmt: skip
+def test_the_answer_is_graded_by_the_thought_that_its_message_has_opened_before(
+    name: str, first: str, observed: Observed, last: str, graded: str, form: int, kwargs: Any
+) -> None:
+    """`Format` asks for no second thought where the message has one."""
+    kwargs, how = dict(kwargs), "none" if name == "plain" else "model"
+    thought = kwargs.pop("thought", None)
+    renderer = _renderer(
+        character_tokenizer() if name == "plain" else real_tokenizer(name), "code", _data(chat_template=how)
+    )
+    prompt = _prompt(renderer, **kwargs)
+    prompt = replace(prompt, thought=thought or prompt.thought)
+    dialogue = Dialogue(renderer, prompt)
+    _act(dialogue, renderer, first, None)
+    dialogue.observe(observed)
+    _act(dialogue, renderer, last, renderer._tokenizer.eos_token)
+    dialogue.observe(Observed(done=True))
+    group = CompletionGroup.from_rollouts(prompt, [dialogue.rollout(0, "stop")], max_new_tokens=99)
+    assert group.graded_texts == [graded]
+    assert [think_answer_format(text, thought=part) for text, part in group.with_thoughts] == [form]
+
+
+def test_calls_inside_a_thought_that_an_earlier_action_opened_are_none() -> None:
+    _, renderer, dialogue = _begin("qwen3", stop=("</search>",))
+    for text, calls in [
+        ("<think>\n<search>a</search>", 0),
+        ("<tool_call>{12*34}<search>b</search>", 0),
+        ("</think><search>c</search>", 0),
+        ("<tool_call>{12*34}", 1),
+    ]:
+        action = dialogue.add_action(generated(renderer.ids(text)))
+        assert (len(action.calls), action.malformed) == (calls, ""), text
+        dialogue.observe(Observed("found"))
+
+
+_SAID = {"role": "user", "content": "no"}
+
+
+@pytest.mark.parametrize(("name", "eos", "messages", "words"), [
+    ("gemma", "<end_of_turn>", [_SAID, _SAID], "roles must alternate"),
+    ("gemma", "<end_of_turn>", [{"role": "system", "content": "no"}], "roles must alternate"),
+    ("cohere", "<|END_OF_TURN_TOKEN|>", [_SAID, _SAID], "roles must alternate"),
+    ("qwen3_5_think", "<|im_end|>", [{"role": "system", "content": "no"}], "System message must be at"),
+    ("qwen2_5", "<|im_end|>", [_SAID, {"role": "environment", "content": "no"}], "role 'environment'"),
+])  # fmt: skip
+def test_messages_that_the_template_rejects_or_drops_fail_one_sample(
+    name: str, eos: str, messages: list[Any], words: str
+) -> None:
+    renderer = _renderer(templated_tokenizer(trl_templates()[name], eos))
+    prompt = _prompt(renderer, tools=())
+
+    class Scripted:
+        async def generate(self, token_ids: list[int], seed: int, max_tokens: int) -> Generation:
+            return generated([*renderer.ids("400?"), renderer.ids(eos)[0]])
+
+        async def act(self, action: Action, turn: int) -> Observed:
+            return Observed([_SAID] if turn == 0 else messages)
+
+    dialogue = Dialogue(renderer, prompt)
+    assert asyncio.run(play(dialogue, Scripted(), Budgets(500, 3), seed=0)) == "error"
+    turns = dialogue.rollout(0, "error").turns
+    assert [turn.text for turn in turns] == ["400?", "400?"] and turns[0].observation == "no"
+    reason = turns[1].observation
+    assert reason.startswith("calculator: the model's chat template rejects") and words in reason
 
 
 def test_a_call_that_cannot_be_read_is_malformed() -> None:

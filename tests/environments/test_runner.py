@@ -51,6 +51,11 @@ class Guess(Environment):
             return Step()
         if action == "wrong type":
             return "text"
+        if action == "image":
+            return Step([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+        if action == "parts":
+            parts = [{"type": "text", "text": "2 "}, {"type": "text", "text": "left"}]
+            return Step([{"role": "user", "content": parts}])
         if int(action) == self.number:
             return Step("right", reward=1.0, done=True)
         return Step(f"{self.left} left", reward=0.0, done=self.left == 0)
@@ -227,6 +232,7 @@ async def test_an_episode_keeps_its_state_and_others_have_their_own(runner: Epis
     ("die", "died"),
     ("nothing", "neither an observation nor done=True"),
     ("wrong type", "step returned a str, expected a Step"),
+    ("image", "expected text, or messages of role and content, which is text or a list of text parts"),
 ])  # fmt: skip
 @session
 async def test_an_environment_that_fails_gives_the_reason_and_others_continue(
@@ -238,6 +244,12 @@ async def test_an_environment_that_fails_gives_the_reason_and_others_continue(
     assert not failed.done and failed.reward is None
     other = await runner.act("other", _task("Guess"), _PROBLEM, Action("7"), turn=1)
     assert other.done and other.reward == 1.0
+
+
+@session
+async def test_text_parts_of_a_message_are_one_text(runner: EpisodeRunner) -> None:
+    (observed,) = await _acts(runner, "a", _task("Guess"), "parts")
+    assert observed == Observed(({"role": "user", "content": "2 left"},))
 
 
 @session

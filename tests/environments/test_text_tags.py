@@ -85,7 +85,7 @@ def test_observed_messages_begin_a_turn_after_observed_text() -> None:
     task = Task("x", messages=({"role": "user", "content": "?"},), stop=("</search>",))
     prompt = Prompt("p", np.array(renderer.ids(renderer.prompt(task)), np.int32), "", "s", task=task)
     dialogue = Dialogue(renderer, prompt)
-    for text, observed in (("<search>a</search>", Observed("one")),
+    for text, observed in (("<think><search>a</search>", Observed("one")),
                            ("<search>b</search>", Observed([{"role": "user", "content": "two"}])),
                            ("three", Observed(done=True))):  # fmt: skip
         dialogue.add_action(generated(renderer.ids(text)))
@@ -93,9 +93,10 @@ def test_observed_messages_begin_a_turn_after_observed_text() -> None:
     rollout = dialogue.rollout(0, "stop")
     turn = "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(rollout.completion_ids.tolist()) == (
-        f"<search>a</search>one<search>b</search>{turn}three"
+        f"<think><search>a</search>one<search>b</search>{turn}three"
     )
     assert not rollout.further_rows
+    assert [part.thought for part in rollout.turns] == ["", "opens", ""]
 
 
 def test_a_stop_that_is_no_list_of_texts_is_refused() -> None:

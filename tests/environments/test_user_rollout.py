@@ -44,6 +44,27 @@ def test_a_result_that_is_no_list_of_parts_is_refused_by_name(result):
         sample(result)
 
 
+@pytest.mark.parametrize(
+    ("given", "stops"),
+    [({}, ["."]), ({"stop": "</search>"}, ["</search>"]), ({"stop": ("a", "b")}, ["a", "b"])],
+)
+def test_a_stop_text_may_stand_alone(given, stops):
+    asked = []
+
+    async def function(token_ids, generate):
+        return [await generate(token_ids, **given)]
+
+    async def generate(ids, seed, sampling, most, *, stop):
+        asked.append(list(stop))
+        return generated([5, 6])
+
+    (prompt,) = fakes.prompts(1)
+    sampling = Sampling(max_new_tokens=20, stop=(".",))
+    rollout = UserRollout("mine:once", function, {})
+    asyncio.run(rollout.sample(prompt, 0, 1, sampling, generate, TOKENIZER))
+    assert asked == [stops]
+
+
 @pytest.mark.parametrize("tokens", [[0, LAST], (0, LAST), np.array([0, LAST]), torch.tensor([0, LAST]), []])
 def test_given_tokens_may_be_any_sequence_of_integers(tokens):
     ids = sample(lambda first: [first, tokens]).completion_ids.tolist()

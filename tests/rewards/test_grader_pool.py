@@ -3,17 +3,19 @@
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 import grpo_dist
-from grpo_dist.rewards.pool import Failure, GraderPool
+from grpo_dist.rewards.pool import Failure, GraderPool, processes_for
 from tests.support.made_completions import boxed
 from tests.support.patience import in_time, longer, wait_until
 from tests.support.processes import children_of, wait_until_gone
@@ -127,6 +129,25 @@ def test_threads_share_the_processes(patient: GraderPool) -> None:
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(work, range(8)))
     assert results == [["correct" if i == thread else "wrong" for i in range(8)] for thread in range(8)]
+
+
+def test_a_process_may_have_any_descriptors() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        while stack.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        pool = stack.enter_context(GraderPool(1, timeout_s=60.0))
+        assert [grade.outcome for grade in pool.grade([(boxed(5), "5")])] == ["correct"]
+
+
+@pytest.mark.parametrize(("cpus", "answers", "processes"), [(8, 3, 3), (8, 0, 1), (8, 9, 8), (500, 900, 64)])
+def test_a_machine_of_many_cores_has_descriptors_for_its_processes(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, answers: int, processes: int
+) -> None:
+    monkeypatch.setattr("grpo_dist.rewards.pool.available_cpus", lambda: cpus)
+    assert processes_for(answers) == processes
 
 
 def test_malformed_pairs_are_separate_errors(patient: GraderPool) -> None:

@@ -1,5 +1,6 @@
 """The judge against a fake server: requests, parsing of replies, retries, limits and the verdict cache."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -19,6 +20,12 @@ def scores(pool, stand_in, completions, gold, **kwargs):
     judge = spec("judge", "judge", kwargs={"base_url": stand_in.base_url, "model": "m"} | kwargs)
     result, scorer = scored(pool, completion_group(completions, gold), judge)
     return result, scorer.failures
+
+
+PEACE = (
+    "The Peace of Westphalia, signed in 1648, ended the Thirty Years' War by giving the states of the Empire "
+    "the right to make their own treaties, and by settling the claims of Sweden and of France"
+)
 
 
 def candidate_in(body):
@@ -90,6 +97,22 @@ def test_the_request_is_greedy_and_shows_examples_before_the_pair(pool):
         "Reference: 0.05\nCandidate: I think it is 0.05 or maybe 0.5\nSame: No\n\n"
         "Reference: the red ball\nCandidate: Red\nSame: Yes\n\nReference: 8\nCandidate: 7\nSame:"
     )
+
+
+@pytest.mark.parametrize(
+    ("gold", "reference"),
+    [
+        (PEACE, PEACE),  # 1648 alone would be another answer
+        (f"{PEACE} \\boxed{{1648}}", "1648"),
+        (f"{PEACE}\n#### 1648", "1648"),
+        (json.dumps([PEACE, "\\boxed{1648}"]), f"{PEACE} or 1648"),
+    ],
+)
+def test_the_reference_is_what_the_gold_marks_or_all_of_it(pool, gold, reference):
+    with StandIn(says_yes_to()) as stand_in:
+        scores(pool, stand_in, ["in the year of the peace"], gold, template="{reference}|{candidate}")
+    (body,) = stand_in.requests
+    assert body["messages"][0]["content"] == f"{reference}|in the year of the peace"
 
 
 def test_a_template_is_the_whole_question(pool):

@@ -91,7 +91,11 @@ MARKUP = ["$\\text{", "$ab ", "ab   1 ", "\\label{a ", "https://a.", "<the ", "\
 
 @pytest.mark.parametrize(
     ("piece", "size", "limit_s"),
-    [*((piece, 60_000, 3.0) for piece in UNCLOSED), *((piece, 200_000, 10.0) for piece in MARKUP)],
+    [
+        *((piece, 60_000, 3.0) for piece in UNCLOSED),
+        *((piece, 200_000, 10.0) for piece in MARKUP),
+        pytest.param(f"${'a' * 20_000}$", 20_002, 1.0, id="a long word"),
+    ],
 )
 def test_language_takes_time_linear_in_the_length(piece, size, limit_s):
     """Quadratic time would be seconds for a long completion."""

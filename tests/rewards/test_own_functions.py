@@ -291,8 +291,9 @@ def test_the_configuration_selects_which_function_scores_steps(code):
     wrong = settings.model_copy(update={"functions": (ProcessRewardConfig(function="own_rewards:nosy"),)})
     with pytest.raises(ValueError, match=r"expected a parameter `steps`.*it has completion, finish_reason"):
         check_rewards(wrong, max_new_tokens=10)
-    with pytest.raises(ValueError, match="built-in reward math scores no steps"):
-        ProcessRewardConfig(function="math")
+    wrong = settings.model_copy(update={"functions": (ProcessRewardConfig(function="math"),)})
+    with pytest.raises(ValueError, match=r"rewards\.functions math: .*built-in reward math scores no steps"):
+        check_rewards(wrong, max_new_tokens=10)
     with pytest.raises(ValueError, match="two rewards of steps"):
         RewardsConfig.model_validate(
             {"functions": [function], "models": [{"name": "m", "path": "p", "kind": "classifier"}]}

@@ -13,7 +13,7 @@ from grpo_dist.rewards import unit_tests
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.unit_tests import last_block, read_tests
 from tests.support.made_completions import check_reward, completion_group, scored, spec
-from tests.support.patience import HANG_S, longer
+from tests.support.patience import HANG_S, cpu_s, longer
 from tests.support.services import sandbox_fusion
 
 pytestmark = pytest.mark.machine
@@ -344,4 +344,19 @@ def test_the_last_block_of_python_counts():
     assert last_block("```python\na\n```\n```\nb\n```\n```text\nc\n```") == "b\n"
     assert last_block("```Python3 title\na\n```") == "a\n"
     assert last_block("```python\nnever closed") is None
-    assert last_block("  ```py\n  a\n  ```") == "  a\n"
+    assert last_block("```python\n    return x\n```") == "    return x\n"  # the body of a header
+
+
+def test_a_block_in_an_item_of_a_list_loses_the_indentation_of_its_fence():
+    code = "def f(x):\n\n    return x\n"
+    item = "1. So:\n   ```py\n   def f(x):\n\n       return x\n   ```"
+    assert last_block(item) == code
+    assert last_block(item.replace("   ", "\t")) == "def f(x):\n\n\t return x\n"
+    assert last_block(f"    ```py\n{code}    ```") == code  # only the fence is indented
+    assert last_block("  ```\n      return x\n  ```") == "    return x\n"
+
+
+def test_blocks_are_found_in_time_that_grows_with_the_text():
+    with cpu_s(1.0):
+        assert last_block("```" + "a" * 100_000) is None
+        assert last_block("```" + " " * 100_000) is None

@@ -165,8 +165,14 @@ def _checked_turn(turn: Any, location: str) -> dict[str, Any]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{location}: `turns` has the calls {str(calls)[:60]}; expected a list of objects")
     calls = [{name: call.get(name, default) for name, default in _CALL.items()} for call in calls]
-    observation = str(turn.get("observation") or "")
-    return {"action": action, "observation": observation, "calls": calls, "reward": reward}
+    thought = turn.get("thought")
+    return {
+        "action": action,
+        "observation": str(turn.get("observation") or ""),
+        "calls": calls,
+        "reward": reward,
+        "thought": thought if thought in ("", "opens", "closes") else None,
+    }
 
 
 def _completions(samples: Sequence[tuple[str, Mapping[str, Any]]], columns: Columns) -> Completions:
@@ -203,6 +209,7 @@ def _rollout(uid: str, sample: int, row: Mapping[str, Any]) -> Rollout:
             turn["observation"],
             tuple(ToolCall(**c) for c in turn["calls"]),
             turn["reward"],
+            turn["thought"],
         )
         for turn in row.get("turns", ())
     )

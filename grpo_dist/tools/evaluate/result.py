@@ -21,9 +21,10 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.evaluation.estimates import Estimate
 from grpo_dist.evaluation.result import ALL, MEAN, JudgedProblem, Measured, Verdict, measure
 from grpo_dist.evaluation.votes import final_answers, numbered
+from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
-from grpo_dist.rewards.thought import final_text, normalise_tags, resolve_thought, strip_unclosed_thought
+from grpo_dist.rewards.thought import final_text
 from grpo_dist.runtime.files import replace_nan, write_text
 from grpo_dist.runtime.tables import print_rows
 from grpo_dist.tools.evaluate.store import Identity
@@ -52,8 +53,10 @@ def make_verdict(group: Group, rewards: RewardsConfig, pool: GraderPool) -> Verd
 
 def _answers(group: Group, rewards: RewardsConfig, pool: GraderPool) -> list[str]:
     """Return each sample's answer. Only wrong answers without a box need a search; correct ones are equal."""
-    thought = resolve_thought(group.prompt.thought, rewards)
-    texts = [normalise_tags(strip_unclosed_thought(r.text, thought), thought) for r in group.rollouts]
+    completions = CompletionGroup.from_rollouts(
+        group.prompt, group.rollouts, max_new_tokens=0, settings=rewards
+    )
+    texts = completions.graded_texts
     answers = [""] * len(texts)
     wrong = [i for i, outcome in enumerate(group.outcomes) if outcome == "wrong"]
     for i, answer in zip(wrong, final_answers([texts[i] for i in wrong], pool), strict=True):

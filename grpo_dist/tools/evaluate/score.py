@@ -29,7 +29,7 @@ from grpo_dist.errors import UserError, as_user_errors, refuse
 from grpo_dist.evaluation.result import JudgedProblem, measure
 from grpo_dist.rewards.checks import check_rewards, column_problems
 from grpo_dist.rewards.group import CompletionGroup
-from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.pool import GraderPool, processes_for
 from grpo_dist.rewards.registry import user_rewards
 from grpo_dist.rewards.scorer import scorers_by_source
 from grpo_dist.rewards.thought import infer_thought
@@ -103,7 +103,7 @@ def score(
     with stage("completions", quiet=True):
         completions = read_completions(path, columns)
     processes = config.rewards.num_workers * config.rewards.processes_per_worker
-    processes = max(1, min(processes, available_cpus(), len(completions)))
+    processes = min(processes, processes_for(len(completions)))
     with ExitStack() as stack:
         with as_user_errors(), stage("rewards and tokenizer", quiet=True):
             _check_sources(config.rewards, completions)

@@ -163,7 +163,9 @@ def sample_settings(config: Config) -> dict[str, Any]:
             "max_new_tokens": draw.sampling.max_new_tokens,
         },
         "rewards": {k: v for k, v in tree["rewards"].items() if k not in _REWARDS_LEFT_OUT},
-        "rollout": {key: tree["rollout"][key] for key in ("engine", "quantization", "function", "function_kwargs")},
+        "rollout": {
+            key: tree["rollout"][key] for key in ("engine", "quantization", "function", "function_kwargs")
+        },
         "files": {str(path): fingerprint(path) for path in reward_models if path.exists()},
         # Other versions of grader or engine may judge or sample differently.
         "versions": {name: version for name in _JUDGING if (version := installed(name))},

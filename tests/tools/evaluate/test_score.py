@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from grpo_dist.cli import main
 from grpo_dist.observe.samples import write_groups
+from grpo_dist.tools.evaluate.completions import Columns, read_completions
 from grpo_dist.tools.evaluate.score import agreement, disagreements
 from tests.support.made_episodes import episodes
 
@@ -162,6 +164,18 @@ def test_samples_of_a_run_or_an_evaluation_are_scored_as_they_were_written(here,
     assert [row["score"]["parts"] for row in again] == [row["score"]["parts"] for row in rows]
     Path("broken.parquet").write_text("no table")
     assert "broken.parquet: cannot be read as a table of samples" in refusal(capsys, "broken.parquet")
+
+
+def test_the_thought_before_an_action_is_read_from_samples_of_a_run(here):
+    group = episodes()
+    first, *others = group.rollouts
+    first = replace(first, turns=(first.turns[0], replace(first.turns[1], thought="opens")))
+    write_groups(Path("step_000001.parquet"), [replace(group, rollouts=(first, *others))])
+    (samples,) = read_completions(Path("step_000001.parquet"), Columns())
+    assert [rollout.turns[-1].thought for rollout in samples.rollouts] == ["opens", None, None, None]
+    write("d.jsonl", [{"answer": "12", "turns": [{"action": "12", "thought": "I guess"}]}])
+    (samples,) = read_completions(Path("d.jsonl"), Columns())
+    assert samples.rollouts[0].turns[0].thought is None
 
 
 def write_table(name, *rows):

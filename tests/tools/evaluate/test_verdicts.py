@@ -9,7 +9,7 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.evaluation.votes import majority_at_k
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.tools.evaluate.result import make_verdict
-from grpo_dist.types import Group, Rollout, Thought
+from grpo_dist.types import Group, Rollout, Thought, Turn
 from tests.support import fakes
 from tests.support.patience import HANG_S
 
@@ -31,3 +31,17 @@ def test_samples_vote_with_their_final_answer_and_not_a_guess_in_the_thought(clo
         verdict = make_verdict(group, RewardsConfig(), pool)
     assert verdict.answers == ["7", "7", "7", "8", "8"] and verdict.numbers == [0, 0, 0, 3, 3]
     assert majority_at_k(verdict.flags, verdict.numbers, 5) == 0.0
+
+
+def test_an_episode_votes_only_after_the_thought_that_its_message_opened():
+    """The last action begins in the middle of a message, in the first sample within its thought."""
+    prompt, text, none = fakes.prompts(1)[0], "maybe \\boxed{7}", np.zeros(1, np.int32)
+    rollouts = tuple(
+        Rollout(prompt.uid, i, none, none.astype(np.float32), "stop", text, none,
+                turns=(Turn(0, 1, text, thought=part),))
+        for i, part in enumerate(("opens", "closes"))
+    )  # fmt: skip
+    wrong = np.zeros(2, np.float32)
+    with GraderPool(1, timeout_s=HANG_S) as pool:
+        group = Group(prompt, rollouts, wrong, {"math": wrong}, ("wrong", "wrong"))
+        assert make_verdict(group, RewardsConfig(), pool).answers == ["", "7"]
