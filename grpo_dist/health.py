@@ -249,9 +249,14 @@ class HealthWatch:
         if self._settings.action.kind == "warn" and not ends:
             self._recorder.warn(f"{problem}; its batch is in {self._keep(step, groups)}")
             return
+        reason = (
+            f"`health.skipped_steps_above` = {self._settings.skipped_steps_above}"
+            if ends
+            else f"`health.action` = {self._settings.action.kind}"
+        )
         self._stop(
             step, problem, groups,
-            f"Stopped (`health.action` = {self._settings.action.kind}). This step was not saved: rerunning "
+            f"Stopped ({reason}). This step was not saved: rerunning "
             "the same command resumes from the previous checkpoint, and will pass this bound again unless "
             "you change it",
         )  # fmt: skip

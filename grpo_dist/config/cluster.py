@@ -35,7 +35,7 @@ class TimeoutsConfig(Section):
         """Deadline of a collective of the policy's ranks: in no stage does it pass before the driver's, whose
         message names the stage.
         """
-        return max(self.start_s, self.update_s, self.sync_s, self.save_s)
+        return max(self.up_s, self.update_s, self.sync_s, self.save_s)
 
 
 class RestartsConfig(Section):

@@ -69,9 +69,8 @@ def is_override(text: str) -> bool:
     """Return whether a command-line argument is ``key=value`` or ``+algorithm=PRESET``, and not the path of
     an existing file that contains "=".
     """
-    return _OVERRIDE.match(text) is not None and not os.path.exists(
-        text
-    )  # unlike Path, False for a name that is too long
+    # Unlike Path's method, `os.path.exists` is False for a name that is too long.
+    return _OVERRIDE.match(text) is not None and not os.path.exists(text)
 
 
 def apply_overrides(tree: DictConfig, overrides: Sequence[str], path: Path) -> DictConfig:

@@ -111,10 +111,10 @@ class Agents:
         command = command_of(task.environment, self._settings)
         self._begun.add(episode)
         async with self._starting:
-            if self._server is None:
-                await self._serve()
             if episode in self._live or episode not in self._begun:
                 return
+            if self._server is None:
+                await self._serve()
             assert self._server is not None
             key, (host, port) = secrets.token_urlsafe(24), self._server.addresses[0][:2]
             variables = {

@@ -427,6 +427,7 @@ class Dialogue:
         """Append ``text`` and the next ``prefill`` after the last action, whose thought may continue."""
         self._rows[-1].give(self._renderer.ids(text + prefill))
         thought = self._thought.advance(self._turns[-1].text)
+        # A scored prefill is the beginning of the next action's text.
         self._thought = thought.advance_given(text if self._prompt.prefill else text + prefill)
 
     def _continue(self, content: str, messages: Sequence[Message]) -> None:

@@ -28,7 +28,7 @@ class AdvantageInputs:
         lengths: int64 [B], sampled tokens.
         truncated: bool [B], cut off at the largest length.
         parts: by reward name, float64 [B], before weights; NaN where the source has no such reward.
-        weights: weight of each reward by name; an estimator that names them needs one weight for all sources.
+        weights: weight of each reward by name; an estimator that takes them needs one weight for all sources.
     """
 
     rewards: Tensor

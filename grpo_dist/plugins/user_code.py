@@ -340,6 +340,12 @@ def check_signature(
             raise ValueError(f"`{where}.{name}`: {what} expects {expected}, and {kind_of_value} is given")
 
 
+def takes(function: Callable[..., Any], argument: str) -> bool:
+    """Return whether a user's function gets ``argument``."""
+    accepted, takes_all = _parameters(function)
+    return takes_all or argument in accepted
+
+
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the named parameters, and whether there is a ``**kwargs``."""
     parameters = inspect.signature(function).parameters
@@ -388,9 +394,10 @@ def code_digest(
     for module in sorted(modules):
         if not any(label.split("/")[0] in (module, f"{module}.py") for label in files):
             files |= _find_installed(module)
+    known = [directory.resolve() for directory in directories]
     for name, script in (scripts or {}).items():
         for label, file in _find_imports([script.stem], [script.parent, *directories]).items():
-            is_beside = file == script.parent / label
+            is_beside = file == script.parent / label and script.parent not in known
             files[f"program {Path(name).parent / label}" if is_beside else label] = file
     return digests | {label: hashlib.sha256(file.read_bytes()).hexdigest() for label, file in files.items()}
 

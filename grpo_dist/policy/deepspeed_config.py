@@ -5,6 +5,7 @@ settings and checks of `policy.offload`.
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,16 @@ def set_steps(optimizer: Any, steps: int) -> None:
 
 
 def check_offload(policy: PolicyConfig) -> None:
-    """Raise ValueError if this machine lacks the directory for offloading, before anything is started."""
+    """Raise ValueError if this machine lacks what offloading needs, before anything is started."""
+    from grpo_dist.policy.extensions import list_kernels, unbuilt  # imports torch
+
+    missing = unbuilt(list_kernels(policy, "cuda"))  # those of CPUs alone are optional
+    compiler = os.environ.get("CXX", "c++")
+    if "CPUAdamBuilder" in missing and shutil.which(compiler) is None and not _is_installed("cpu_adam"):
+        raise ValueError(
+            "the optimiser on the CPU (`policy.offload.optimizer`): DeepSpeed compiles its Adam at first "
+            f"use, and there is no C++ compiler {compiler!r} here; install g++, or set it to none"
+        )
     path = policy.offload.nvme_path or ""
     if "nvme" not in (policy.offload.optimizer, policy.offload.parameters):
         return
@@ -175,3 +185,18 @@ def check_offload(policy: PolicyConfig) -> None:
             f"`policy.offload.nvme_path` = {path}: expected a directory that can be written, on a local NVMe "
             "disk of every node with policy ranks; make it, or name another"
         )
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if "AsyncIOBuilder" in missing and not AsyncIOBuilder().is_compatible():
+        raise ValueError(
+            "`policy.offload` = nvme: DeepSpeed's asynchronous file access cannot be built, because libaio "
+            "and its header are not found; install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, Red "
+            "Hat), or name where they are in CFLAGS and LDFLAGS; or use cpu instead of nvme"
+        )
+
+
+def _is_installed(kernel: str) -> bool:
+    """Return whether DeepSpeed was installed with ``kernel``."""
+    from deepspeed.git_version_info import installed_ops
+
+    return bool(installed_ops.get(kernel))

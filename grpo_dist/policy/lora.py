@@ -436,7 +436,7 @@ def _misfit(start: StartAdapter, base: Mapping[str, StoredTensor]) -> str:
         key = foreign[0]
         return f"{key} = {settings[key]}, and only plain adapters of linear layers are used; {remedy}"
     if init.lower().startswith(_MOVES_BASE):
-        return f"init_lora_weights = {init} changed the base weights, too; {remedy}, where it was trained"
+        return f"init_lora_weights = {init} changed the base weights, too; where it was trained, {remedy}"
     for name, tensor in start.stored.items():
         weight, _, side = name.rpartition(".lora_")
         if side not in ("A.weight", "B.weight") or weight == "lm_head":

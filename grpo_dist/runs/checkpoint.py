@@ -199,7 +199,7 @@ class Checkpoints:
         self._fingerprint = fingerprint(identity or config)
         self._data, self._columns = data_digest(prompts), columns_digest(prompts)
         # Hashed now: files that change later are not the imported ones.
-        self._code = digest_run_code(config.user_components, config.rewards, config.data)
+        self._code = digest_run_code(config)
         self._writing: asyncio.Task[None] | None = None
         self._saves = count()
 
@@ -401,7 +401,7 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
     if state.fingerprint != fingerprint(config):
         _check_changes(checkpoint, changed, config)
     _check_sharding(checkpoint, changed or [], config.policy)
-    code = changed_code(state.code, digest_run_code(config.user_components, config.rewards, config.data))
+    code = changed_code(state.code, digest_run_code(config))
     if code and config.checkpoint.changed_code == "refuse":
         raise ValueError(
             f"{checkpoint}: your own code has changed since it was written: {', '.join(code)}. The numbers "
@@ -437,10 +437,18 @@ def _check_changes(checkpoint: Path, changed: Sequence[Change] | None, config: C
         )
 
 
+_BEST_OF = (  # what an evaluation measures, by key prefix
+    "checkpoint.keep_best.", "data.eval.", "evaluation.temperature.", "evaluation.top_p.",
+    "evaluation.top_k.", "evaluation.max_new_tokens.",
+)  # fmt: skip
+
+
 def _apply_new_settings(state: CheckpointState, changed: Sequence[Change], config: Config) -> CheckpointState:
-    """Return ``state`` without values that a recorded change replaces: the KL weight, and the length limit
-    of launched batches.
+    """Return ``state`` without values that a change replaces: the KL weight, the length limit of launched
+    batches, and the best evaluation, where another set, setting or metric is compared.
     """
+    if any(f"{change.key}.".startswith(_BEST_OF) for change in changed):
+        state = replace(state, best=None)
     keys = {change.key for change in changed if change.is_recorded}
     if "algorithm.kl.coef" in keys:
         state = replace(state, kl_coef=None)
@@ -456,10 +464,12 @@ def _apply_new_settings(state: CheckpointState, changed: Sequence[Change], confi
 
 def recorded_changes(since: Sequence[Change] | None, step: int) -> Iterator[str]:
     """Yield a message for each setting with another value after ``step``."""
-    empty: list[Any] = [None, [], {}]  # most keys of a set in `data.eval` that is new or gone
     for change in since or ():
-        is_noted = change.key.startswith(("data.eval.", "evaluation.", "health."))
-        if change.is_recorded or (is_noted and not (change.was in empty and change.now in empty)):
+        # Of a held-out set that is new or gone, the path says so.
+        is_set = change.key.startswith("data.eval.") and (
+            change.key.endswith(".path") or None not in (change.was, change.now)
+        )
+        if is_set or change.is_recorded or change.key.startswith(("evaluation.", "health.")):
             yield f"after step {step} `{change.key}` = {change.now}, before {change.was}"
 
 

@@ -293,13 +293,13 @@ def describe(changes: Sequence[Change]) -> str:
     return ", ".join(f"`{c.key}` = {c.now} was {c.was}" for c in changes[:_DESCRIBED]) + more
 
 
-def digest_run_code(
-    components: Sequence[UserComponent], rewards: RewardsConfig, data: DataConfig
-) -> dict[str, str]:
-    """Return `code_digest` of all components that determine the numbers of a run: not of metrics and sinks.
-    ``components``: `Config.user_components`.
+def digest_run_code(config: Config) -> dict[str, str]:
+    """Return `code_digest` of all components that determine the numbers of a run: not of metrics, sinks and
+    held-out sets.
     """
-    return _digest([c for c in components if c.kind not in (METRIC, SINK)], rewards, data)
+    trained = config.data.model_copy(update={"eval": ()})
+    components = config.model_copy(update={"data": trained}).user_components
+    return _digest([c for c in components if c.kind not in (METRIC, SINK)], config.rewards, trained)
 
 
 def digest_sampling_code(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:

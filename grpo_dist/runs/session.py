@@ -332,7 +332,7 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
         for change in recorded_changes(since, first.step):
             print_line(change)
             run.tracker.note(change)
-        hashes = digest_run_code(config.user_components, config.rewards, config.data)
+        hashes = digest_run_code(config)
         if changed := other_code(first.checkpoint, hashes):
             run.tracker.warn(changed)
     return workers

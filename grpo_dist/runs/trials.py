@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -65,6 +64,7 @@ from grpo_dist.plugins.user_code import (
     check_signature,
     load,
     start_thread,
+    takes,
 )
 from grpo_dist.rewards.checks import column_problems, graded_problems
 from grpo_dist.rewards.group import CompletionGroup
@@ -560,12 +560,12 @@ def user_code_problems(
 
 def weight_problems(config: Config) -> Iterator[str]:
     """Yield a message for every reward whose weight differs between sources, for a user-supplied estimator
-    that reads `weights`. Imports it.
+    that gets `weights`. Imports it.
     """
     for component in config.user_components:
         if component.kind is ADVANTAGE:
             estimator = load(ADVANTAGE, component.name, config.code_paths)
-            if "weights" in signature(estimator).parameters:
+            if takes(estimator, "weights"):
                 yield from config.rewards.check_common_weights(component.name)
 
 

@@ -114,10 +114,9 @@ def test_the_program_of_an_agent_is_code_of_the_run(user_dir):
     agent = config(user_dir, algorithm={}, data={"train": [{"path": "demo:add3"}],
                    "environment": {"program": "my_agent.py --fast"}})  # fmt: skip
     files = digest(agent)
-    rewards = "package_of_rewards/__init__.py"
-    assert sorted(files) == [rewards, "program helper_of_loss.py", "program my_agent.py"]
+    assert sorted(files) == ["helper_of_loss.py", "my_agent.py", "package_of_rewards/__init__.py"]
     (user_dir / "my_agent.py").write_text("import helper_of_loss, json\n")
-    assert changed_code(files, digest(agent)) == ["program my_agent.py (changed)"]
+    assert changed_code(files, digest(agent)) == ["my_agent.py (changed)"]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_code_paths_for_actors_do_not_depend_on_a_working_directory(user_dir, tm
 
 
 def digest(config: Config) -> dict[str, str]:
-    return digest_run_code(config.user_components, config.rewards, config.data)
+    return digest_run_code(config)
 
 
 def save_checkpoint(config, tmp_path):

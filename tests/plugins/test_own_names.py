@@ -202,7 +202,7 @@ from grpo_dist.plugins.user_code import find_package
 from grpo_dist.runs.identity import digest_run_code
 plain = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
 config = Config.model_validate(plain | {"algorithm": {"loss": "really_short"}})
-digest = digest_run_code(config.user_components, config.rewards, config.data)
+digest = digest_run_code(config)
 print(load(LOSS, "really_short")(2, 3), find_package(LOSS, "really_short"), digest)
 """
     paths = os.pathsep.join([str(site), str(ROOT)])

@@ -21,6 +21,7 @@ from grpo_dist.policy.extensions import (
     begin_kernels,
     build_in_own_directory,
     build_kernels_here,
+    kernel_directory,
     list_kernels,
     unbuilt,
 )
@@ -111,11 +112,25 @@ def test_a_configuration_names_every_kernel_that_its_ranks_load(monkeypatch):
     assert list_kernels(offloaded(), "cuda") == ["PinMemoryBuilder"]
 
 
-def test_offload_needs_neither_compiler_nor_libaio_where_its_kernels_exist(tmp_path, monkeypatch):
-    """Only the build knows whether it needs them."""
+def test_offload_needs_compiler_and_libaio_only_where_its_kernels_must_be_built(tmp_path, monkeypatch):
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kernels"))
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self: False)
     offload = OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path=str(tmp_path))
-    check_offload(PolicyConfig(zero_stage=3, offload=offload))
+    policy = PolicyConfig(zero_stage=3, offload=offload)
+    with pytest.raises(ValueError, match=r"no C\+\+ compiler 'no-such-compiler' here; install g\+\+"):
+        check_offload(policy)
+    with monkeypatch.context() as installed:
+        installed.setitem(installed_ops, "cpu_adam", True)
+        with pytest.raises(ValueError, match=r"`policy\.offload` = nvme.*install libaio-dev.*or use cpu"):
+            check_offload(policy)
+    for name in ("cpu_adam", "async_io"):
+        (kernel_directory() / name).mkdir(parents=True)
+        (kernel_directory() / name / "built").touch()
+    check_offload(policy)
 
 
 @pytest.mark.parametrize(

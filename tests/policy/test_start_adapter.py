@@ -203,7 +203,10 @@ def refused(base, adapter):
         ({"bias": "lora_only"}, "bias = lora_only"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern = "),
         ({"modules_to_save": ["norm"]}, "modules_to_save = "),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa changed the base weights, too; merge it"),
+        (
+            {"init_lora_weights": "pissa"},
+            "init_lora_weights = pissa changed the base weights, too; where it was trained, merge it",
+        ),
         ({"init_lora_weights": "pissa_niter_2"}, "init_lora_weights = pissa_niter_2 changed"),
         ({"init_lora_weights": "olora"}, "init_lora_weights = olora changed"),
         # peft merges these once per tied layer, which is not the trained model.

@@ -287,6 +287,10 @@ CHANGES = {
     "health.min_signal_groups": ({}, {"health": {"min_signal_groups": 2}}),
     "data.eval.0.path": (with_set("held.jsonl"), with_set("other.jsonl")),
     "evaluation.every": ({"evaluation": {"every": 2}}, {"evaluation": {"every": 3}}),
+    "evaluation.temperature": (
+        {"evaluation": {"every": 2}},
+        {"evaluation": {"every": 2, "temperature": 0.5}},
+    ),
 }
 
 
@@ -295,7 +299,7 @@ def test_some_settings_may_change_and_each_change_is_recorded(tmp_path, key):
     old, new = (fakes.config(**changed) for changed in CHANGES[key])
     checkpoints = Checkpoints(tmp_path, old, PROMPTS)
     sampling = {7: Sampling(max_new_tokens=9)}
-    progress = Progress(7, PipelineState(sampling=sampling), kl_coef=0.15)
+    progress = Progress(7, PipelineState(sampling=sampling), kl_coef=0.15, best=(4, 0.5))
     asyncio.run(whole(checkpoints, 7, Disk(), progress))
     (checkpoint,) = list_checkpoints(tmp_path)
     assert list(recorded_changes(changes_since(checkpoint, old), 7)) == []
@@ -304,6 +308,18 @@ def test_some_settings_may_change_and_each_change_is_recorded(tmp_path, key):
     resumed = load_progress(checkpoint, load_state(checkpoint, new), PROMPTS)
     assert resumed.kl_coef == (None if key == "algorithm.kl.coef" else 0.15)
     assert resumed.pipeline.sampling[7].max_new_tokens == (5 if key == "sampling.max_new_tokens" else 9)
+    is_other_measure = key in ("data.eval.0.path", "evaluation.temperature")
+    assert resumed.best == (None if is_other_measure else (4, 0.5))
+
+
+def test_a_new_held_out_set_is_one_event_and_its_code_is_not_code_of_the_run(tmp_path):
+    train = {"train": [{"path": "a.jsonl"}]}
+    old, new = (fakes.config(data=train | held) for held in ({}, {"eval": [{"path": "my_sets:held"}]}))
+    asyncio.run(whole(Checkpoints(tmp_path, old, PROMPTS), 7, Disk(), Progress(7)))
+    (checkpoint,) = list_checkpoints(tmp_path)
+    assert load_state(checkpoint, new).step == 7
+    changes = list(recorded_changes(changes_since(checkpoint, new), 7))
+    assert changes == ["after step 7 `data.eval.0.path` = my_sets:held, before None"]
 
 
 def test_a_change_that_would_make_numbers_wrong_is_refused_with_its_reason(tmp_path):

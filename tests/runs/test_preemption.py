@@ -293,11 +293,11 @@ def test_sigterm_after_the_loop_ends_the_run_in_order_and_a_second_signal_kills_
                     await asyncio.sleep(0.01)
 
     with ended_by_sigterm():
-        before = signal.getsignal(signal.SIGTERM)
+        before, before_int = map(signal.getsignal, (signal.SIGTERM, signal.SIGINT))
         with pytest.raises(Preempted, match="last step is saved") if asked else nullcontext():
             asyncio.run(train())
         assert signal.getsignal(signal.SIGTERM) is (signal.SIG_DFL if asked else before)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is (signal.default_int_handler if asked else before_int)
 
 
 def test_the_signal_handler_of_ray_is_recognised():

@@ -54,6 +54,9 @@ def asks(rewards, difficulty):
 def weighs(rewards, weights):
     return rewards * weights.get("math", 1.0)
 
+def weighs_by_name(rewards, **others):
+    return rewards * others["weights"]["math"]
+
 def centres(rewards):
     return rewards
 
@@ -204,9 +207,12 @@ def test_an_estimator_that_reads_weights_has_one_of_each_reward(code):
 
     check("weighs", 1)
     check("centres", 3)
-    message = r"`algorithm\.advantage` = tried_pieces:weighs uses one weight of reward math .*\[1\.0, 3\.0\]"
-    with pytest.raises(ValueError, match=message):
-        check("weighs", 3)
+    for name in ("weighs", "weighs_by_name"):
+        message = (
+            rf"`algorithm\.advantage` = tried_pieces:{name} uses one weight of reward math .*\[1\.0, 3\.0\]"
+        )
+        with pytest.raises(ValueError, match=message):
+            check(name, 3)
 
 
 def metric_settings(code, *functions):

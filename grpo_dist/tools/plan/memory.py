@@ -488,9 +488,9 @@ def rollout_engine(
 
 def with_snapshot(
     engine: EngineFootprint, policy: PolicyConfig, model: ModelShape, sizes: Sizes, *, engines: int
-) -> EngineFootprint:
-    """Return the memory of one of the evaluation ``engines``, with policy rank 0's weight snapshot for all of
-    them; without GPUs, with its share of that.
+) -> tuple[EngineFootprint, dict[str, int]]:
+    """Return the memory of one of the evaluation ``engines``, and policy rank 0's weight snapshot for them in
+    host memory. Without GPUs each engine has its share of the snapshot.
     """
     only_adapters = policy.lora is not None and policy.lora.sync == "adapter"
     copied = (
@@ -499,6 +499,6 @@ def with_snapshot(
         else model.weight_bytes(sizes.itemsize, fp8=False)
     )
     if not sizes.gpu:
-        return replace(engine, parts=engine.parts | {"snapshot": copied // engines})
+        return replace(engine, parts=engine.parts | {"snapshot": copied // engines}), {}
     kept = {name: size for name, size in engine.host.items() if name in (_DRAFTS, _ROUTES)}
-    return replace(engine, host=kept, host_first={"snapshot": copied})
+    return replace(engine, host=kept), {"snapshot": copied}

@@ -11,8 +11,8 @@ Colocated roles use the same GPUs one at a time:
     refresh              the policy's weights, the reference's, two buffers, and the weight sync's
 
 While a role sleeps, the policy's states, and per GPU a copy of the reference and of each reward model, are in
-host memory. Engines keep nothing there: they drop their weights, and the policy sends them again. The weight
-sync's buffers stay on the GPU, mapped by the engines.
+host memory. Engines keep nothing there: they drop their weights, and the policy sends them again. The
+buffers of a transfer are freed at its end, at the latest by the next role.
 """
 
 from __future__ import annotations
@@ -163,7 +163,10 @@ def footprints(
         decoded = {"num_workers": count, "max_num_seqs": config.rollout.max_num_seqs or _EVALUATED_AT_ONCE}
         alone = config.model_copy(update={"rollout": config.rollout.model_copy(update=decoded)})
         engine = rollout_engine(alone, model, sizes, workload, memory=memory, trains=False)
-        workers["evaluation"] = with_snapshot(engine, config.policy, model, sizes, engines=count)
+        workers["evaluation"], snapshot = with_snapshot(engine, config.policy, model, sizes, engines=count)
+        if "policy" in workers:
+            rank = workers["policy"]
+            workers["policy"] = replace(rank, host_first=rank.host_first | snapshot)
     workers |= {m.role: frozen_worker(config.max_length, m, sizes) for m in frozen}
     return _colocated(config, model, sizes, workers, sharing) if sharing else workers
 
@@ -198,7 +201,7 @@ def _colocated(
         offloaded = {"policy": ("weights", "gradients", "optimiser"), "rollout": ()}.get(role, ("weights",))
         moved = sum(worker.parts[part] for part in offloaded)
         host = worker.host | ({"between turns": moved} if moved else {})
-        sleepers = {} if role == "rollout" else {"asleep": asleep(role, sharing) + buffers}
+        sleepers = {} if role == "rollout" else {"asleep": asleep(role, sharing)}
         colocated[role] = replace(worker, parts=worker.parts | sleepers, host=host)
     weights = states(policy, model, sizes)["weights"]
     contexts = {"runtime": GPU_RUNTIME, "asleep": asleep("policy", sharing)}
@@ -304,6 +307,7 @@ def memory_problems(
             "set checkpoint.background=false": config.checkpoint.background,
             "set weight_sync.deltas=false": config.weight_sync.deltas is True,
             "set rollout.speculation=null": config.rollout.speculation,
+            "set evaluation.num_workers=0": config.evaluation.num_workers,
         }
         ways = [*(remedy for remedy, helps in remedies.items() if helps), "or add nodes"]
         has = "has" if cluster.is_measured else "is assumed to have"

@@ -125,9 +125,10 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
     if stage.kind != "sft":
         config = stage.config
         digest = (
-            digest_run_code(config.user_components, config.rewards, config.data) if stage.kind == "grpo"
+            digest_run_code(config)
+            if stage.kind == "grpo"
             else digest_sampling_code(config.rollout, config.rewards, config.data)
-        )  # fmt: skip
+        )
         fingerprints |= {f"own code {label}": code for label, code in digest.items()}
     whole = _settings(stage)
     if used != whole:  # a masked key that only looks secret, such as `end_token`, affects the result

@@ -44,7 +44,8 @@ _METADATA = {
 class Carried:
     """A directory and its files, in bytes by path.
 
-    ``left_out``: reason per user file that must not travel: it looks like a key, is a link or not a file.
+    ``left_out``: reason per user file or directory that must not travel: it looks like a key, is a link or
+        not a file, or holds the runs.
     ``excluded``: other user files and directories that do not travel, by the pattern that they match.
     """
 
@@ -91,9 +92,9 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     excluded: dict[str, set[str]] = {}
     files: dict[str, Path] = {}  # by path in the job's directory
     output = expanded(config.output_dir).resolve()
-    patterns = (*excludes, *([f"/{output.name}/"] if output.parent == Path.cwd() else []))
     for directory in map(Path, _code_directories(config.code_paths)):
-        files |= {os.path.normpath(file): file for file in _files(directory, patterns, left_out, excluded)}
+        user_files = _files(directory, excludes, left_out, excluded, output=output)
+        files |= {os.path.normpath(file): file for file in user_files}
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
@@ -136,9 +137,16 @@ def _code_directories(code_paths: Sequence[str]) -> Iterator[str]:
 
 
 def _files(
-    source: Path, excludes: Sequence[str], left_out: dict[str, str], excluded: dict[str, set[str]]
+    source: Path,
+    excludes: Sequence[str],
+    left_out: dict[str, str],
+    excluded: dict[str, set[str]],
+    *,
+    output: Path | None = None,
 ) -> Iterator[Path]:
-    """Yield a directory's files to upload; add the others to ``left_out`` and ``excluded``."""
+    """Yield a directory's files to upload; add the others, and the directory ``output``, to ``left_out`` and
+    ``excluded``.
+    """
     top = source.resolve()
     for directory, folders, names in os.walk(source, onerror=_unreadable, followlinks=True):
         at_top = Path(directory).resolve() == Path.cwd()
@@ -149,6 +157,8 @@ def _files(
             both = {name, path.resolve().name}  # a link is also excluded by its target's name
             if why := _unfit(path, top):
                 left_out[os.path.relpath(path)] = why
+            elif path.resolve() == output:
+                left_out[os.path.relpath(path)] = "`output_dir`"
             elif matched := [p for p in patterns if any(fnmatch(each, p.strip("/")) for each in both)]:
                 excluded.setdefault(matched[0], set()).add(os.path.relpath(path))
             else:

@@ -264,7 +264,7 @@ def test_each_process_of_an_engine_remembers_texts_for_drafts():
         engine, without = (rollout_engine(c, model, sizes, LENGTHS, memory=memory) for c in (drafts, plain))
         assert engine.cache == without.cache
         assert engine.total_host + engine.total - without.total_host - without.total == texts
-        full, bare = (with_snapshot(e, plain.policy, model, sizes, engines=1) for e in (engine, without))
+        full, bare = (with_snapshot(e, plain.policy, model, sizes, engines=1)[0] for e in (engine, without))
         assert full.total_host + full.total - bare.total_host - bare.total == texts
         assert engine.total_host == (texts if sizes.gpu else 0)
 
@@ -287,7 +287,7 @@ def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
     assert engine.host == {"routes": (cached + 2 * 8 * 4 * (100 + 300) // 2) * 48 * 8}
     assert (engine.parts, plain.host) == (plain.parts, {})
     evaluator = rollout_engine(on, model, sizes, LENGTHS, memory=card.memory, trains=False)
-    evaluating = with_snapshot(evaluator, on.policy, model, sizes, engines=1)
+    evaluating, _ = with_snapshot(evaluator, on.policy, model, sizes, engines=1)
     assert evaluating.host["routes"] == cached * 48 * 8  # for the sync probe; samples keep no routes
     rank = policy_rank(on, model, sizes, LENGTHS).parts
     assert rank["routes"] == 8192 * 48 * 8 * 2

@@ -55,9 +55,9 @@ def test_a_turn_of_each_role_by_hand():
     share = {"weights": 2 * N // 8, "gradients": 4 * N // 8, "optimiser": 12 * N // 8}
     assert {part: policy.parts[part] for part in share} == share
     sleepers = 2 * GIB + 3 * GIB // 4  # an engine, and the reference's context
-    assert policy.parts["asleep"] == sleepers + BUFFERS
+    assert policy.parts["asleep"] == sleepers
     assert policy.parts["buckets"] == 2 * 500_000_000 + 2 * (1_000_000_000 + 50_000_000)
-    assert reference.parts["weights"] == 2 * N and reference.parts["asleep"] == 4 * GIB + BUFFERS
+    assert reference.parts["weights"] == 2 * N and reference.parts["asleep"] == 4 * GIB
     assert engine.parts["weights"] == 2 * N and engine.total == int(81_559 * 2**20 * 0.6)
     assert memory[SYNC].parts == {
         "policy's weights": 2 * N // 8, "engine's weights": 2 * N, "buckets": BUFFERS,
@@ -122,7 +122,7 @@ def test_the_fullest_node_holds_what_fits_on_its_gpus(workers, expected):
 def test_a_snapshot_for_evaluation_engines_is_on_the_node_of_policy_rank_0():
     held = {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3"}]}
     c = shape(8, 1, 8, evaluation={"num_workers": 2, "every": 1}, data=held)
-    memory = {"evaluation": Footprint({}, {"": 20}, {"snapshot": 70}), "policy": Footprint({}, {"": 1})}
+    memory = {"evaluation": Footprint({}, {"": 20}), "policy": Footprint({}, {"": 1}, {"snapshot": 70})}
     assert node_host_bytes(memory, made_roles(c, Resources(768, 64)), parse_cluster("8x8xH100")) == 8 + 70
 
 
@@ -167,7 +167,7 @@ def test_buffers_of_the_weight_sync_hold_a_bucket_or_the_largest_parameter(chang
 
 
 def test_engines_that_join_get_the_weights_through_buffers_of_their_own():
-    """The buffers on the shared GPUs stay, because the reserved engines have mapped them."""
+    """The buffers on the shared GPUs may stay mapped until the next role has the GPUs."""
     rollout = {"num_workers": {"min": 8, "max": 12}, "tensor_parallel_size": 1}
     assert option(seven(rollout=rollout)).memory[SYNC].parts["buckets"] == 2 * BUFFERS
 

@@ -206,9 +206,10 @@ def test_a_plan_counts_the_memory_and_the_wait_of_engines_of_evaluation():
     dedicated = option(wide(**evaluated_on(8), evaluation=settings | {"num_workers": 1}))
     assert dedicated.roles.gpus == shared.roles.gpus + 1 and dedicated.roles.workers["evaluation"] == 1
     added = dedicated.memory.pop("evaluation")
-    assert dedicated.memory == shared.memory
+    snapshot = dedicated.memory["policy"].host_first.pop("snapshot")
+    assert snapshot == 2 * published("Qwen/Qwen2.5-1.5B").parameters
+    assert dedicated.memory == shared.memory and not added.host
     assert added.parts["weights"] == shared.memory["rollout"].parts["weights"]
-    assert added.host_first == {"snapshot": 2 * published("Qwen/Qwen2.5-1.5B").parameters}
     waits, beside = planned_evaluation(shared, 1.0), planned_evaluation(dedicated, 1.0)
     assert (waits.count, waits.waited_s) == (2, None) and waits.total_s == 2 * waits.seconds
     assert beside.total_s == max(0.0, beside.seconds - 3.0) + beside.seconds

@@ -79,7 +79,7 @@ def test_the_manifest_is_a_rayjob_with_the_resources_of_the_run(kube, tmp_path, 
     assert rayjob["metadata"]["namespace"] == config["metadata"]["namespace"] == "research"
     assert rayjob["metadata"]["name"] == config["metadata"]["name"]
     assert (spec["backoffLimit"], spec["shutdownAfterJobFinishes"], "suspend" in spec) == (3, True, False)
-    assert spec["ttlSecondsAfterFinished"] > 0
+    assert spec["ttlSecondsAfterFinished"] > 0 and "activeDeadlineSeconds" not in spec
     assert yaml.safe_load(spec["runtimeEnvYAML"]) == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "130"}}
     assert json.loads(spec["entrypointResources"]) == {"node:__internal_head__": 0.001}
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": str(spec["entrypointNumCpus"])}

@@ -200,18 +200,19 @@ def test_the_code_is_uploaded_and_loads_as_the_same_configuration(project):
     assert there.model_copy(update={"cluster": config.cluster}) == config
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_only_the_output_directory_itself_and_the_named_excludes_stay(project, shared):
-    (project / "experiments").mkdir()
-    (project / "experiments/reward.py").write_text("")
-    output = "/shared/experiments" if shared else project / "experiments"
+@pytest.mark.parametrize("output", ["experiments", "nested/experiments", "/shared/experiments"])
+def test_only_the_output_directory_itself_and_the_named_excludes_stay(project, output):
+    stays = not output.startswith("/")
+    directory = output if stays else "experiments"
+    (project / directory).mkdir(parents=True)
+    (project / directory / "reward.py").write_text("")
     config = load_config(config_in(project, output=output), ["code_paths=[., rewards]"])
     (project / "carried").mkdir()
     carried = code.gather(config, project / "carried", ray_jobs.runtime_env()["excludes"])
-    assert ("experiments/reward.py" in carried.files) is shared
+    assert (f"{directory}/reward.py" in carried.files) is not stays
     assert carried.notices() == [
+        *([f"left out: {output} (`output_dir`)"] if stays else []),
         "left out: rewards/problems.jsonl (excluded by *.jsonl)",
-        *([] if shared else ["left out: experiments (excluded by /experiments/)"]),
         "left out: runs (excluded by /runs/)",
         "left out: rewards/checkpoints (excluded by checkpoints/)",
     ]
