@@ -114,7 +114,7 @@ MERGED = [
 def test_a_mapping_with_another_name_replaces_and_one_with_the_same_or_none_merges(base, over, expected):
     first, second = OmegaConf.create(base), OmegaConf.create(over)
     before = OmegaConf.to_container(first), OmegaConf.to_container(second)
-    assert checked(OmegaConf.to_container(files._merged(first, second)), "c.yaml", Root).loss == expected
+    assert checked(OmegaConf.to_container(files.merge(first, second)), "c.yaml", Root).loss == expected
     assert (OmegaConf.to_container(first), OmegaConf.to_container(second)) == before
     value = OmegaConf.create(over).loss
     text = value if isinstance(value, str) else OmegaConf.to_yaml(value, resolve=True)
