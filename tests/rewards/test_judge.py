@@ -156,7 +156,7 @@ def test_the_judged_text_is_the_box_or_the_end_after_a_thought(completion, expec
 @pytest.mark.parametrize("tags", [("<think>", "</think>"), ("<reasoning>", "</reasoning>")])
 def test_a_guess_in_the_thought_is_neither_judged_nor_right(pool, tags):
     text = f"{tags[0]}First guess \\boxed{{8}}.{tags[1]}No, the answer is 7."
-    group = replace(completion_group([text], "8"), thought=Thought(*tags))
+    group = replace(completion_group([text], "8"), thoughts=(Thought(*tags),))
     with StandIn(says_yes_to("8")) as stand_in:
         kwargs = {"base_url": stand_in.base_url, "model": "m"}
         specs = [spec("judge", "judge", kwargs=kwargs), spec("exact", "exact"), spec("numeric", "numeric")]

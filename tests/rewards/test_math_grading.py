@@ -400,7 +400,7 @@ def test_a_stated_option_behind_a_thought_replaces_the_box_in_it() -> None:
 
 def test_the_text_behind_a_thought_in_tags_of_the_model_is_preferred_too() -> None:
     texts = ["[T]\\boxed{5}[/t]It is 7.", "[T]\\boxed{7}[/T]I do not know.", "[T]\\boxed{7}[/T]"]
-    group = replace(completion_group(texts, "7"), thought=Thought("[T]", "[/T]"))
+    group = replace(completion_group(texts, "7"), thoughts=(Thought("[T]", "[/T]"),) * 3)
     pool = Mock(spec=GraderPool, grade=lambda pairs: [grade(*pair) for pair in pairs])
     verdicts = Verdicts(group, pool)
     assert [verdict.outcome for verdict in verdicts.grades] == ["correct", "no_answer", "correct"]
