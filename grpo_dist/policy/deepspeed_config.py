@@ -168,7 +168,10 @@ def set_steps(optimizer: Any, steps: int) -> None:
 
 def check_offload(policy: PolicyConfig) -> None:
     """Raise ValueError if this machine lacks what offloading needs, before anything is started."""
-    from grpo_dist.policy.extensions import list_kernels, unbuilt  # imports torch
+    offloads = {policy.offload.optimizer, policy.offload.parameters}
+    if offloads == {"none"}:
+        return
+    from grpo_dist.policy.extensions import LIBAIO, list_kernels, unbuilt  # imports torch
 
     missing = unbuilt(list_kernels(policy, "cuda"))  # those of CPUs alone are optional
     compiler = os.environ.get("CXX", "c++")
@@ -178,21 +181,24 @@ def check_offload(policy: PolicyConfig) -> None:
             f"use, and there is no C++ compiler {compiler!r} here; install g++, or set it to none"
         )
     path = policy.offload.nvme_path or ""
-    if "nvme" not in (policy.offload.optimizer, policy.offload.parameters):
+    if "nvme" not in offloads:
         return
     if not Path(path).is_dir() or not os.access(path, os.W_OK):
         raise ValueError(
             f"`policy.offload.nvme_path` = {path}: expected a directory that can be written, on a local NVMe "
             "disk of every node with policy ranks; make it, or name another"
         )
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if "AsyncIOBuilder" in missing and not AsyncIOBuilder().is_compatible():
+    if "AsyncIOBuilder" in missing and not _can_build_async_io():
         raise ValueError(
             "`policy.offload` = nvme: DeepSpeed's asynchronous file access cannot be built, because libaio "
-            "and its header are not found; install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, Red "
-            "Hat), or name where they are in CFLAGS and LDFLAGS; or use cpu instead of nvme"
+            f"and its header are not found; install {LIBAIO}"
         )
+
+
+def _can_build_async_io() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # takes seconds
+
+    return bool(AsyncIOBuilder().is_compatible())
 
 
 def _is_installed(kernel: str) -> bool:

@@ -35,12 +35,15 @@ _NAMES = {
     "CPUAdamBuilder": "cpu_adam", "AsyncIOBuilder": "async_io", "QuantizerBuilder": "quantizer",
     "PinMemoryBuilder": "pin_memory", "ShareMemCommBuilder": "deepspeed_shm_comm",
 }  # fmt: skip
+LIBAIO = (
+    "libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, Red Hat), or name where libaio is in CFLAGS and "
+    "LDFLAGS, or use cpu instead of nvme in `policy.offload`"
+)
 # Words in the output of a failed build, and the missing dependency.
 _MISSING = {
     "Python.h": "the headers of Python (python3-dev)",
     # DeepSpeed says no more without libaio and its header.
-    "async_io op due to it not being compatible": "libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, Red "
-    "Hat), or name where libaio is in CFLAGS and LDFLAGS, or use cpu instead of nvme in `policy.offload`",
+    "async_io op due to it not being compatible": LIBAIO,
     "ninja not being installed": "ninja (pip install ninja)",
     "CUDA_HOME": "the CUDA toolkit, and set CUDA_HOME",
     "nvcc": "the CUDA toolkit, and set CUDA_HOME",
