@@ -160,6 +160,7 @@ sys.exit(75 if asked else int(os.environ.get("DRIVER_CODE", "0")))
 
 # Replaces Ray in tests of only the script.
 RAY = """#!/usr/bin/env bash
+echo "ray $*" >> "$SLURM_STAND_IN/calls"
 if [[ -e $SLURM_STAND_IN/ray-fails ]]; then
     rm "$SLURM_STAND_IN/ray-fails"
     echo "port in use"

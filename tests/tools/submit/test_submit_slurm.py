@@ -14,7 +14,7 @@ import pytest
 
 from grpo_dist.tools.submit.job import SubmissionRecord
 from grpo_dist.tools.submit.slurm_jobs import check_time
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, wait_until
 from tests.support.submissions import BIN, PROGRAMS, PYTHON, RAY, Running, command, config_in
 
 pytestmark = [pytest.mark.machine, pytest.mark.long]
@@ -114,6 +114,24 @@ def test_a_head_that_does_not_start_is_retried(slurm, without_ray, tmp_path, sta
     job = start(TEMPLATE.read_text(), "my.yaml", nodes=1, DRIVER_S="0")
     assert job.end() == 0
     assert "has not started (try 1 of 3): port in use" in job.said() and "DRIVER" in job.said()
+
+
+def test_a_node_that_does_not_start_is_retried_until_the_job_ends(slurm, without_ray, tmp_path, start):
+    options_end = 'until [[ $1 == bash ]]; do shift; done; exec "$@"'
+    srun = f'#!/usr/bin/env bash\ntouch "$SLURM_STAND_IN/ray-fails"\n{options_end}\n'
+    (tmp_path / "bin/srun").write_text(srun)
+    job = start(TEMPLATE.read_text(), "my.yaml")
+
+    def tries():
+        return len(
+            [call for call in calls(slurm) if call.startswith("ray ") and "--address=stand-in" in call]
+        )
+
+    wait_until(lambda: tries() == 2, job.said)
+    job.driver()
+    job.process.send_signal(signal.SIGUSR2)
+    assert job.end() == 75
+    assert "exit code 1 (try 1 of 3)" in job.said() and tries() == 2
 
 
 def test_a_setup_script_may_read_unset_variables_and_take_long(slurm, without_ray, tmp_path, start):
