@@ -555,6 +555,7 @@ def _check_estimator(config: Sections) -> Iterator[str]:
     yield from _check_read_rewards(config)
     yield from _check_single_rewards(config)
     yield from _check_binary_rewards(config)
+    yield from _check_outcome_rewards(config)
 
 
 def _check_read_rewards(config: Sections) -> Iterator[str]:
@@ -654,6 +655,24 @@ def _check_binary_rewards(config: Sections) -> Iterator[str]:
     ):  # fmt: skip
         if has_others:
             yield (f"{needs} `algorithm.{key}` = {value} gives others; remove it, or use another advantage")
+
+
+def _check_outcome_rewards(config: Sections) -> Iterator[str]:
+    """Check that the estimator reads what the ends of episodes add to total rewards."""
+    advantage, traits = config.algorithm.advantage.name, config.algorithm.advantage.traits
+    added = {end: value for end, value in config.environments.outcome_rewards.items() if value}
+    if not added or not any(map(config.data.environment_of, config.data.train)):
+        return
+    if traits.only_right_and_wrong:
+        reads = "needs a reward of 0 and 1"
+    elif traits.reads_each_reward or advantage == "process":
+        reads = f"uses {traits.other_rewards}"
+    else:
+        return
+    yield (
+        f"`environments.outcome_rewards` = {added} adds to total rewards, but `algorithm.advantage` = "
+        f"{advantage} {reads}; set them to 0, or use another advantage"
+    )
 
 
 def _check_environments(config: Sections) -> Iterator[str]:

@@ -42,6 +42,13 @@ REFUSED = [
      "`algorithm.reward_clip` = 0.5 gives others; remove it"),
     (["algorithm.advantage=maxrl", "rewards.by_source={train: {functions: [{function: math, weight: 3}]}}"],
      "but `rewards.by_source.train` sums 1 with their weights"),
+    (["algorithm.advantage=maxrl", "data.environment=python", "environments.outcome_rewards={turns: -0.5}"],
+     "= {'turns': -0.5} adds to total rewards, but `algorithm.advantage` = maxrl needs a reward of 0 and 1"),
+    (["algorithm.advantage=gdpo", "data.environment=python",
+      "environments.outcome_rewards={turns: -1, length: 0}"],
+     "= {'turns': -1.0} adds to total rewards, but `algorithm.advantage` = gdpo uses each reward separately"),
+    (["algorithm.advantage=process", "data.environment=python", "environments.outcome_rewards={turns: -1}"],
+     "`algorithm.advantage` = process uses the rewards of reasoning steps or turns; set them to 0"),
     (["algorithm.loss=ppo_clip", "algorithm.loss.beta=1"],
      ["`algorithm.loss.beta` is no setting of loss ppo_clip; ", "dro has it"]),
     (["algorithm.loss=dro", "algorithm.loss.tau=1"],
@@ -252,6 +259,11 @@ ACCEPTED = [
      "reward_coef: 0}"],
     ["distillation={teachers: [{name: self, model: reference}], reward_coef: 0.1}"],
     ["distillation={teachers: [{name: self, model: reference, num_workers: 1}]}"],
+    *(
+        [f"algorithm.advantage={name}", "data.environment=python",
+         f"environments.outcome_rewards={{turns: {x}}}"]
+        for name, x in (("maxrl", 0), ("gdpo", 0), ("process", 0), ("grpo", -1), ("turn", -1))
+    ),
     ["distillation={teachers: [{name: large, model: /elsewhere}], reward_coef: 0.1}",
      "data={train: [{path: 'demo:add3'}], order: pools}"],
     ["distillation={teachers: [{name: large, model: /elsewhere}]}",
