@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
 
 from grpo_dist.config import Config
-from grpo_dist.config.base import tagged_unions
+from grpo_dist.config.base import member_called, tagged_unions
 from grpo_dist.config.messages import explain, readable
 from grpo_dist.config.peers import UNSET, Row, Trainer, of_value
 from grpo_dist.tools.recipe_import.expressions import PLACE, Uncomputable, evaluate, listed
 from grpo_dist.tools.recipe_import.readers import Recipe, Setting
 
 Path = tuple[str | int, ...]
-_NOTHING = "off, or as it is here: nothing to set"
+_NOTHING = "off, or as it is here, or without effect: nothing to set"
 _PLACEHOLDERS: tuple[tuple[Path, str], ...] = (
     (("model", "path"), "MODEL"),
     (("data", "train", 0, "path"), "DATA"),
@@ -26,6 +27,7 @@ _PLACEHOLDERS: tuple[tuple[Path, str], ...] = (
 _MOST_REFUSALS = 60
 _MAPPINGS = ("rollout.engine", "data.template_kwargs")  # keys are other libraries' names
 _OWN_REWARDS = "my_rewards:"
+_NO_KEY: Any = object()
 
 
 @dataclass(slots=True)
@@ -183,24 +185,34 @@ class _Reader:
     def unwritten(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         """Yield the trainer's defaults that differ from ours, and values derived from others."""
         written = {path for entry in entries for path in entry.values}
-        least = {"model": {"path": "m"}, "data": {"train": [{"path": "d"}]}}
-        ours = Config.model_validate(least).model_dump()
+        defaults, derived = list(self._defaults(written)), list(self._derived(written))
+        config = {path: v for entry in (*entries, *defaults, *derived) for path, v in entry.values.items()}
+        for entry in defaults:
+            values = {p: v for p, v in entry.values.items() if _our_default(p, config) not in (v, _NO_KEY)}
+            if values:
+                yield replace(entry, values=values)
+        yield from derived
+
+    def _defaults(self, written: Set[Path]) -> Iterator[Entry]:
+        """Yield the trainer's defaults for keys that are not ``written``."""
         done = set(self.by_row)
         for name, row in self.trainer.rows.items():
             if row.default is UNSET or id(row) in done:
                 continue
             done.add(id(row))
             entry = self.converted(f"{self.trainer.name}'s default", row, row.default, name)
-            entry.values = {p: v for p, v in entry.values.items() if p not in written and _get(ours, p) != v}
-            if entry.values:
-                yield replace(entry, kind="added")
+            values = {path: value for path, value in entry.values.items() if path not in written}
+            yield replace(entry, values=values, kind="added")
+
+    def _derived(self, written: Set[Path]) -> Iterator[Entry]:
+        """Yield the values that follow from several settings, for keys that are not ``written``."""
         for key, expression in self.trainer.derived.items():
             try:
                 value = evaluate(expression, self.values)
             except Uncomputable:
                 continue
             paths = [path for path, _ in _placed(key, value, [])]
-            if value is not None and not written.intersection(paths):
+            if value is not None and written.isdisjoint(paths):
                 yield Entry(f"as in {self.trainer.name}", dict(_placed(key, value, [])), kind="added")
 
 
@@ -381,9 +393,28 @@ def _get(tree: Any, path: Path) -> Any:
     return list(tree) if isinstance(tree, tuple) else tree
 
 
+def _our_default(path: Path, config: Mapping[Path, Any]) -> Any:
+    """Return our default of a key; in a union, that of the member that ``config`` names. `_NO_KEY`: this
+    member lacks the key.
+    """
+    if path[:-1] in config and (union := _UNIONS.get(plain_path(path[:-1]))):
+        member = member_called(union, str(config[path[:-1]]).lower())
+        setting = member.model_fields.get(str(path[-1])) if member else None
+        return setting.default if setting else _NO_KEY
+    return _get(_least_config(), path)
+
+
+@cache
+def _least_config() -> Mapping[str, Any]:
+    """Return a configuration of defaults, dumped."""
+    least = {"model": {"path": "m"}, "data": {"train": [{"path": "d"}]}}
+    return Config.model_validate(least).model_dump()
+
+
 def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+_UNIONS = dict(tagged_unions(Config))
 # Paths where a name selects a union member, and the full key.
-TAGS: Mapping[tuple[str, ...], str] = {path: union[0].tag for path, union in tagged_unions(Config)}
+TAGS: Mapping[tuple[str, ...], str] = {path: union[0].tag for path, union in _UNIONS.items()}

@@ -451,6 +451,112 @@ def test_units_and_unwritten_defaults_are_those_of_the_trainer(import_recipe, na
         assert node == value, key
 
 
+VERL_LOSS = VERL_SCRIPT + "actor_rollout_ref.actor.policy_loss.loss_mode="
+BYPASS = (
+    VERL_SCRIPT + "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.loss_type="
+    "reinforce algorithm.rollout_correction.rollout_is="
+)
+OPENRLHF_SCRIPT = "python -m openrlhf.cli.train_ppo_ray --pretrain m "
+ROLL_LOSS = "rollout_batch_size: 8\nnum_return_sequences_in_group: 4\nadv_estimator: grpo\npretrain: m\n"
+SLIME = "python3 train.py --hf-checkpoint m --prompt-data d --rollout-batch-size 8 --advantage-estimator "
+SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=m trainer.algorithm."
+EASY_R1 = "worker: {actor: {model: {model_path: m}, loss_type: %s}}\nalgorithm: {adv_estimator: grpo%s}\n"
+OAT = "python train_zero_math.py --pretrain m --prompt_data d --num_samples 8 --critic_type grpo "
+TINKER = "python -m tinker_cookbook.recipes.math_rl.train env=gsm8k model_name=m "
+PRIME = "[orchestrator]\nbatch_size = 8\ngroup_size = 4\n[model]\nname = 'm'\n"
+OPEN_INSTRUCT = "python open_instruct/grpo_fast.py --model_name_or_path m --loss_fn "
+SEQUENCES = "seq-mean-token-mean"
+
+
+@pytest.mark.parametrize(("name", "text", "loss", "numbers", "aggregation"), [
+    # verl has 0.2 for every loss, and reads loss_agg_mode for most.
+    ("a.sh", VERL_LOSS + "gspo actor_rollout_ref.actor.loss_agg_mode=token-mean", "gspo", (0.2, 0.2),
+     SEQUENCES),
+    ("a.sh", VERL_LOSS + "gspo actor_rollout_ref.actor.clip_ratio_low=1e-3", "gspo", (1e-3, 0.2), SEQUENCES),
+    ("a.sh", VERL_LOSS + "geo_mean", "gmpo", (0.2, 0.2), SEQUENCES),
+    ("a.sh", VERL_LOSS + "sapo", "sapo", {"tau_negative": 1.05}, SEQUENCES),
+    ("a.sh", VERL_LOSS + "cispo", "cispo", (0.2, 0.2), "token-mean"),
+    ("a.sh", VERL_LOSS + "kl_cov actor_rollout_ref.actor.ppo_mini_batch_size=16", "kl_cov",
+     {"cov_kl_coef": 0.1}, "token-mean"),
+    ("a.sh", VERL_LOSS + "dppo_kl", "dppo_kl", {"clip_low": 0.2, "ratio_cap": 3}, "token-mean"),
+    # It reads clip_ratio only where the others are null.
+    ("a.sh", VERL_SCRIPT + "actor_rollout_ref.actor.clip_ratio=0.3", "ppo_clip", (0.2, 0.2), "token-mean"),
+    ("a.sh", VERL_SCRIPT + "actor_rollout_ref.actor.clip_ratio=0.3 actor_rollout_ref.actor.clip_ratio_high="
+     "null", "ppo_clip", (0.2, 0.3), "token-mean"),
+    ("a.sh", BYPASS + "null", "policy_gradient", {}, "token-mean"),
+    ("a.sh", BYPASS + "token", "cispo", (1, 1), "token-mean"),
+    ("a.sh", BYPASS + "sequence algorithm.rollout_correction.rollout_is_threshold=5", "reinforce_is",
+     {"ratio_cap": 5}, "token-mean"),
+    ("a.sh", OPENRLHF_SCRIPT + "--policy_loss_type gspo", "gspo", (0.2, 0.2), SEQUENCES),
+    ("a.sh", TRL_SCRIPT + "--importance_sampling_level sequence", "gspo", (0.2, 0.2), SEQUENCES),
+    # TRL's cispo has no lower bound, and epsilon_high is the upper one itself.
+    ("a.sh", TRL_SCRIPT.replace("grpo ", "cispo ") + "--epsilon_high 5 --epsilon 0.2", "cispo", (1, 4),
+     "token-mean"),
+    ("a.sh", SWIFT_SCRIPT + "--dataset d --importance_sampling_level sequence", "gspo", (0.2, 0.2),
+     SEQUENCES),
+    ("a.yaml", ROLL_LOSS + "importance_sampling: seq\n", "gspo", (0.2, 0.2), SEQUENCES),
+    ("a.yaml", ROLL_LOSS + "use_pg_clip_range: true\npg_clip: 0.1\npg_clip_high: 0.28\n", "ppo_clip",
+     (0.2, 0.28), SEQUENCES),
+    ("a.yaml", ROLL_LOSS + "pg_clip: 0.3\nactor_train: {pg_variant: cispo}\n", "cispo", (0.1, 0.1),
+     SEQUENCES),
+    ("a.yaml", ROLL_LOSS + "pg_variant: tis\n", "cispo", (1, 0), SEQUENCES),
+    ("a.sh", SLIME + "gspo --eps-clip-high 3e-3", "gspo", (0.2, 3e-3), SEQUENCES),
+    ("a.sh", SLIME + "cispo", "cispo", (0.2, 0.2), SEQUENCES),
+    ("a.sh", SKYRL + "policy_loss_type=gspo", "gspo", (0.2, 0.2), "token-mean"),
+    ("a.sh", SKYRL + "policy_loss_type=cispo trainer.algorithm.eps_clip_high=0.28", "cispo", (1, 4),
+     "token-mean"),
+    ("a.yaml", AREAL % "importance_sampling_level: sequence", "gspo", (0.2, 0.2), "token-mean"),
+    ("a.yaml", NEMO % "model_name: m" + "loss_fn: {use_cispo: true, ratio_clip_max: 4}\n", "cispo", (0.2, 4),
+     "token-mean"),
+    ("a.yaml", EASY_R1 % ("gspo", ""), "gspo", (0.2, 0.3), "token-mean"),
+    ("a.sh", OPEN_INSTRUCT + "cispo --clip_lower 0.2", "cispo", (1, 0.272), "token-mean"),
+    ("a.sh", TINKER + "loss_fn=cispo", "cispo", (1, 3), "token-sum"),
+    ("a.toml", PRIME, "dppo_tv", {"clip_low": 0.2, "ratio_cap": 1e13}, "token-mean"),
+    ("a.sh", OAT, "ppo_clip", (0.2, 0.2), SEQUENCES),
+])  # fmt: skip
+def test_bounds_and_aggregation_of_each_loss_are_those_of_the_trainer(
+    import_recipe, name, text, loss, numbers, aggregation
+):
+    algorithm = import_recipe(name, text).config.algorithm
+    assert (algorithm.loss.name, algorithm.aggregation.name) == (loss, aggregation)
+    if isinstance(numbers, tuple):
+        numbers = dict(zip(("clip_low", "clip_high"), numbers, strict=True))
+    assert {key: getattr(algorithm.loss, key) for key in numbers} == numbers
+
+
+IN_REWARD = VERL_SCRIPT + "algorithm.use_kl_in_reward=True "
+
+
+@pytest.mark.parametrize(("name", "text", "coef", "estimator", "in_reward", "adaptive"), [
+    ("a.sh", IN_REWARD, 1e-3, "k1", True, None),
+    ("a.sh", IN_REWARD + "algorithm.kl_ctrl.kl_coef=0.005 algorithm.kl_penalty=k3", 5e-3, "k3", True, None),
+    # verl, OpenRLHF, ROLL, SkyRL, EasyR1: samples of a step / 10000.
+    ("a.sh", IN_REWARD + "algorithm.kl_ctrl.type=adaptive", 1e-3, "k1", True, (0.1, 0.0064)),
+    ("a.sh", OPENRLHF_SCRIPT + "--kl_target 0.2", 0.01, "k1", True, (0.2, 0.1024)),
+    ("a.yaml", ROLL_LOSS + "add_token_level_kl: true\ntarget_kl: 0.1\n", 0.2, "k1", True, (0.1, 0.0032)),
+    ("a.yaml", ROLL_LOSS + "use_kl_loss: true\nkl_loss_coef: 0.1\ntarget_kl: 0.1\n", 0.1, "k3", False, None),
+    ("a.sh", SKYRL + "use_kl_in_reward=true trainer.algorithm.use_kl_loss=false trainer.algorithm.kl_ctrl."
+     "type=adaptive", 1e-3, "k3", True, (0.1, 0.512)),
+    ("a.yaml", EASY_R1 % ("default", ""), 1e-3, "k1", True, None),
+    ("a.yaml", EASY_R1 % ("default", ", kl_type: adaptive"), 1e-3, "k1", True, (0.1, 0.0512)),
+    ("a.yaml", EASY_R1 % ("default", ", disable_kl: true"), 0, "k3", False, None),
+    ("a.sh", SLIME + "reinforce_plus_plus --kl-coef 0.01", 0.01, "k1", True, None),
+    ("a.sh", SLIME + "grpo --kl-coef 0.01", 0, "k3", False, None),  # read there by reinforce_plus_plus only
+    ("a.sh", SWIFT_SCRIPT + "--dataset d --kl_in_reward true", 0.04, "k1", True, None),
+    ("a.yaml", NEMO % "model_name: m", 0.01, "k3", False, None),
+    ("a.yaml", TRL_YAML, 0.04, "k3", False, None),  # open-r1's TRL is 0.18
+    ("a.sh", OAT, 0.1, "k3", False, None),
+    ("a.sh", OAT + "--kl_penalty_coef 0.02 --beta 0", 0.02, "k1", True, None),
+    ("a.sh", TINKER + "kl_penalty_coef=0.1", 0.1, "k1", True, None),
+])  # fmt: skip
+def test_a_kl_term_has_the_numbers_of_the_trainer(
+    import_recipe, name, text, coef, estimator, in_reward, adaptive
+):
+    kl = import_recipe(name, text).config.algorithm.kl
+    assert (kl.coef, kl.estimator.name, kl.in_reward) == (coef, estimator, in_reward)
+    assert (kl.target, kl.gain) == (adaptive or (None, 0.1))
+
+
 @pytest.mark.parametrize(("script", "files", "expected"), [
     ("python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=4\n",
      {"../examples/config.yaml": FORMS["easy.yaml"]},
