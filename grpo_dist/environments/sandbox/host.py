@@ -102,7 +102,7 @@ def environment_of(code_paths: Sequence[str], *, trusted: bool) -> dict[str, str
     return variables | {"PYTHONPATH": os.pathsep.join(directories)}
 
 
-_START_S = 300.0  # limit for the zygote's import and for a fork, on a busy machine
+START_S = 300.0  # limit for the zygote's import and for a fork, on a busy machine
 _GRACE_S = 30.0  # added to the keeper's deadline; after it the keeper counts as lost, too
 _END_S = 30.0  # limit for killed processes to end; after it they are abandoned
 _MESSAGE = 1 << 16
@@ -128,6 +128,7 @@ class ProcessHost:
         isolation: confinement of the processes; None: code is trusted and inherits the environment.
         code_paths: directories searched before PYTHONPATH and installed packages.
         python: interpreter of the processes; None: this one.
+        start_s: limit for the zygote's import and preload, if longer than `START_S`.
     """
 
     def __init__(
@@ -139,8 +140,9 @@ class ProcessHost:
         isolation: Isolation | None,
         code_paths: Sequence[str] = (),
         python: str | None = None,
+        start_s: float = 0.0,
     ) -> None:
-        self._python = python
+        self._python, self._start_s = python, max(START_S, start_s)
         self._settings = {
             "program": program,
             "arguments": arguments,
@@ -289,12 +291,12 @@ class ProcessHost:
         """Request a keeper, and replace a zygote that does not answer. Raises ProcessFailure."""
         zygote = self._child
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(START_S):
                 await self._tell({"do": "start", "episode": live.number}, child_end)
                 await live.started
         except TimeoutError:
             await asyncio.shield(self._replace_zygote(zygote, hangs=True))
-            raise lost_zygote(f"did not answer within {_START_S:g} s") from None
+            raise lost_zygote(f"did not answer within {START_S:g} s") from None
         if live.failed:
             raise live.failed
 
@@ -349,11 +351,15 @@ class ProcessHost:
             zygote_end.close()
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(self._start_s):
                 await loop.sock_sendall(mine, json.dumps(self._settings).encode())
                 message = await loop.sock_recv(mine, _MESSAGE)
-        except (OSError, TimeoutError) as error:
-            message = json.dumps({"failed": f"not started ({type(error).__name__})", "trace": ""}).encode()
+        except OSError as error:  # TimeoutError is one
+            why = f"not started ({type(error).__name__})"
+            if isinstance(error, TimeoutError):
+                why = f"not imported and preloaded within {self._start_s:g} s"
+                why += "" if self._settings["isolation"] else "; raise `environments.timeout_s` above that"
+            message = json.dumps({"failed": why, "trace": ""}).encode()
         answer = json.loads(message or b'{"failed": "its process ended", "trace": ""}')
         if not answer.get("ready"):
             await self._lose_zygote()

@@ -344,6 +344,7 @@ class Isolation:
             kernel.SyscallFilter(
                 unix_sockets="mount" in self.spaces and "net" in self.spaces,
                 attributes="mount" in self.spaces,
+                truncation="mount" in self.spaces or self.landlock >= kernel.TRUNCATION_FROM,
                 signals_to=None if alone else os.getpid(),
             ).install()
 
@@ -386,6 +387,8 @@ class Isolation:
             return "own root, writes only in the episode's directory" + (", Landlock" * bool(self.landlock))
         if self.landlock:
             start = "Landlock, writes only in the episode's directory"
+            if self.landlock < kernel.TRUNCATION_FROM and not self.seccomp:
+                start = "WARNING: Landlock, but code can empty any file that its user may write"
             return f"{start}, {users}" if users else start
         if users:
             return f"WARNING: {users}, so code can read and write what every user of this machine can"

@@ -11,6 +11,7 @@ with it.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ from grpo_dist.environments.sandbox.frames import INNER, REQUEST, TOKEN_BYTES, K
 from grpo_dist.environments.sandbox.isolation import MOST_FILES, Limits, TreeUsage, files_exceed
 from grpo_dist.runtime.processes import become_subreaper, descendants, kill_descendants, reap
 
-_WATCH_S = 0.25  # interval between usage measurements; shorter requests are not measured
+_WATCH_S = 0.25  # interval between usage measurements, over all requests
 _KILLED_S = 5.0  # limit for killed processes to end
 _DRAINED = 1 << 20  # bytes of output read after the reply, because leftover processes may keep printing
 _PIECE = 1 << 16
@@ -65,6 +66,8 @@ class Keeper:
         self._start, self._channel, self._lifeline = start, channel, lifeline
         self._limits, self._contained, self._watched = limits, contained, watched
         self._status: int | None = None  # wait status of the worker
+        self._excess_between: tuple[str, bytes] | None = None  # two requests; the second one reports it
+        self._cpu_s, self._measures_at = math.inf, time.monotonic() + _WATCH_S
 
     def run(self) -> NoReturn:
         """Serve the owner until the episode ends or its worker is lost."""
@@ -84,7 +87,10 @@ class Keeper:
                 payload = read(channel, size)
                 begin = time.monotonic()
                 output = KeptOutput(self._limits.output_kb * 1024)
-                outcome, body = self._exchange(payload, begin + timeout_s, timeout_s, output)
+                if self._excess_between is None:
+                    outcome, body = self._exchange(payload, begin + timeout_s, timeout_s, output)
+                else:
+                    outcome, body = "died", b"after the last request: " + self._excess_between[1]
                 if outcome in ("timeout", "died") or self._status is not None:
                     self._kill()
                 seconds = time.monotonic() - begin
@@ -130,18 +136,27 @@ class Keeper:
         return fail
 
     def _wait_for_request(self) -> bool:
-        """Block until the owner sends a request. Returns False when the episode is over."""
+        """Block until the owner sends a request. Returns False when the episode is over.
+
+        Processes that code left behind are measured meanwhile. What threads of the worker do is limited by
+        the kernel, except for files, which the next request measures.
+        """
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         poller.register(self._lifeline, 0)  # only its hang-up
         poller.register(self._wake, select.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            left = len(self._all()) > 1
+            wait = _milliseconds(self._measures_at - time.monotonic()) if left else None
+            ready = dict(poller.poll(wait))
             self._notice_ends(ready)
-            if self._lifeline in ready or self._status is not None:
+            is_lost = self._status is not None and self._excess_between is None
+            if self._lifeline in ready or is_lost:
                 return False
             if self._channel.fileno() in ready:
                 return True
+            if left:
+                self._excess_between = self._end_excess()
 
     def _notice_ends(self, ready: dict[int, int]) -> None:
         if self._wake in ready:
@@ -167,12 +182,11 @@ class Keeper:
         ):
             if descriptor >= 0:
                 poller.register(descriptor, events)
-        watched = time.monotonic() + _WATCH_S
         while True:
             now = time.monotonic()
             if now >= deadline:
                 return "timeout", f"no result within {timeout_s:g} s".encode()
-            ready = dict(poller.poll(_milliseconds(min(deadline, watched) - now)))
+            ready = dict(poller.poll(_milliseconds(min(deadline, self._measures_at) - now)))
             if self._lifeline in ready or self._channel.fileno() in ready:
                 raise EOFError
             if self._output in ready and not self._take_output(output, _PIECE):
@@ -190,11 +204,8 @@ class Keeper:
             if self._status is not None and self._replies not in ready:
                 self._take_output(output, _DRAINED)
                 return self._how_it_ended()
-            if time.monotonic() >= watched:
-                watched = time.monotonic() + _WATCH_S
-                if (excess := self._excess()) is not None:
-                    self._kill()
-                    return excess
+            if (excess := self._end_excess()) is not None:
+                return excess
 
     def _pass_on(self, rest: memoryview) -> memoryview:
         with suppress(BlockingIOError):
@@ -259,6 +270,15 @@ class Keeper:
         """Return CPU seconds of children that have ended."""
         times = os.times()
         return times.children_user + times.children_system
+
+    def _end_excess(self) -> tuple[str, bytes] | None:
+        """Measure the usage if it is due, and end all processes at an excess. Returns outcome and reason."""
+        if time.monotonic() < self._measures_at:
+            return None
+        self._measures_at = time.monotonic() + _WATCH_S
+        if (excess := self._excess()) is not None:
+            self._kill()
+        return excess
 
     def _excess(self) -> tuple[str, bytes] | None:
         """Return outcome and reason if the processes together exceed a limit."""

@@ -126,7 +126,7 @@ _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 _LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}  # ABI: number of access rights to files
 _TCP = 3  # bind and connect
 _SCOPES = 3  # abstract Unix sockets and signals
-SIGNALS_FROM = 6  # the ABI from which signals are scoped
+TRUNCATION_FROM, SIGNALS_FROM = 3, 6  # the ABI from which truncation by path, and signals, are governed
 
 
 def landlock_abi() -> int:
@@ -272,6 +272,7 @@ _ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {  # Landlock does not c
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
 }
+_TRUNCATION: dict[str, tuple[int | None, int | None]] = {"truncate": (76, 45)}
 _SIGNALS: dict[str, tuple[int, int]] = {  # the first argument is a process
     "kill": (62, 129),
     "tgkill": (234, 131),
@@ -295,6 +296,8 @@ _OTHER_PROCESSES: dict[str, tuple[int | None, int | None]] = {
     "ioprio_set": (251, 30),
 }
 _CLONE, _CLONE3 = (56, 220), (435, 435)
+_OPEN, _OPENAT, _OPENAT2 = (2, None), (257, 56), (437, 437)
+_O_ACCMODE, _O_TRUNC = 3, 0x200
 _SOCKET, _SOCKETPAIR = (41, 198), (53, 199)
 _FCNTL, _IOCTL = (72, 25), (16, 29)
 _NEW_NAMESPACES = 0x7E020000
@@ -317,11 +320,13 @@ class SyscallFilter:
     Attributes:
         unix_sockets: whether Unix sockets are allowed; other sockets never are.
         attributes: whether modes, owners and times of files may change.
+        truncation: whether files may be truncated other than by writing to them.
         signals_to: the only process that may be signalled; None: any that the kernel permits.
     """
 
     unix_sockets: bool
     attributes: bool
+    truncation: bool
     signals_to: int | None
 
     def install(self) -> None:
@@ -339,6 +344,8 @@ class SyscallFilter:
         refused = dict(_NUMBERS)
         if not self.attributes:
             refused |= _ATTRIBUTES
+        if not self.truncation:
+            refused |= _TRUNCATION
         if self.signals_to is not None:
             refused |= _OTHER_PROCESSES
         program = [
@@ -355,6 +362,13 @@ class SyscallFilter:
         program += [(_JUMP_EQUAL, 0, 1, _CLONE3[index]), _error(errno.ENOSYS)]  # flags are unreadable
         program += _case(_CLONE[index], 0, [(_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES), _error(errno.EPERM)])
         program += self._sockets(index)
+        if not self.truncation:
+            # Opening needs no right to write in the access modes 0 and 3.
+            read_only = [(_AND, 0, 0, _O_ACCMODE | _O_TRUNC), *_none_of(_O_TRUNC, _O_ACCMODE | _O_TRUNC)]
+            for numbers, argument in ((_OPEN, 1), (_OPENAT, 2)):
+                if (number := numbers[index]) is not None:
+                    program += _case(number, argument, read_only)
+            program += [(_JUMP_EQUAL, 0, 1, _OPENAT2[index]), _error(errno.ENOSYS)]  # flags are unreadable
         program += _case(_IOCTL[index], 1, _none_of(_TIOCSTI, _TIOCLINUX))
         if self.signals_to is not None:
             only_itself = [(_JUMP_EQUAL, 1, 0, self.signals_to), _error(errno.EPERM)]

@@ -181,6 +181,8 @@ def _worker(isolation: Isolation, slot: EpisodeSlot, outside: int, secret: Path,
     if hidden or isolation.first_user is not None:
         _refused("reads files outside", lambda: secret.read_text())
         _refused("writes files outside", lambda: secret.with_name("new").write_text(""))
+    if "mount" in isolation.spaces or isolation.landlock >= kernel.TRUNCATION_FROM or isolation.seccomp:
+        _refused("truncates files outside", lambda: os.truncate(secret, 0))
     if "pid" in isolation.spaces or isolation.landlock >= kernel.SIGNALS_FROM or isolation.seccomp:
         _refused("signals processes outside", lambda: os.kill(outside, 0))
     if isolation.seccomp:

@@ -92,6 +92,23 @@ class Counter:
                 del kept
         time.sleep(600)
 
+    def leaves_hoards(self, payload):
+        """Leave children behind that take memory once this request is answered; return them."""
+        pids = []
+        for _ in range(4):
+            if not (pid := os.fork()):
+                time.sleep(0.05)
+                kept = bytearray(os.urandom(2**20) * payload)
+                time.sleep(600)
+                del kept
+            pids.append(pid)
+        return pids
+
+    def leaves_a_loop(self, payload):
+        if not os.fork():
+            while True:
+                pass
+
     def leaves(self, payload):
         """Leave processes in new sessions, whose parents have ended."""
         for _ in range(2):

@@ -122,6 +122,23 @@ async def test_a_program_that_cannot_be_imported_or_made_is_an_error_that_gives_
 
 
 @run
+async def test_an_import_has_as_long_as_is_configured_and_the_message_names_the_key():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_module, "START_S", 0.01)
+        paths = [str(Path(__file__).parent)]
+        for start_s in (0.0, LONG):
+            it = ProcessHost(
+                "programs:Counter", {}, limits=LIMITS, isolation=None, code_paths=paths, start_s=start_s
+            )
+            if start_s:
+                await it.start()
+            else:
+                error = await failure(it.start())
+                assert "preloaded within 0.01 s; raise `environments.timeout_s` above that" in error.detail
+            await it.close()
+
+
+@run
 async def test_a_request_over_its_deadline_ends_its_process_alone():
     async with host() as it:
         await it.ask("b", "add", 1, timeout_s=LONG)
@@ -171,6 +188,28 @@ async def test_memory_over_the_limit_is_an_outcome_for_one_process_and_for_sever
         assert await it.ask("a", "hoards", 50, timeout_s=LONG) == 50 * 2**20
         error = await failure(it.ask("b", "forks_and_hoards", 60, timeout_s=LONG))
         assert (error.outcome, error.lost) == ("memory", True)
+
+
+@run
+async def test_memory_that_is_taken_after_a_request_is_an_outcome_of_the_next_one():
+    async with host(Limits(memory_mb=64)) as it:
+        pids = await it.ask("a", "leaves_hoards", 24, timeout_s=LONG)
+        assert not wait_until_gone(pids)
+        error = await failure(it.ask("a", "add", 1, timeout_s=LONG))
+        assert (error.outcome, error.lost) == ("died", True)
+        assert error.detail == "after the last request: more than 64 MiB of memory, all processes together"
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
+
+
+@run
+async def test_requests_that_are_shorter_than_the_time_between_two_measurements_are_measured():
+    async def many(it):
+        while True:
+            await it.ask("a", "add", 1, timeout_s=LONG)
+
+    async with host(Limits(memory_mb=128, cpu_s=0.5)) as it, asyncio.timeout(LONG):
+        await it.ask("a", "leaves_a_loop", None, timeout_s=LONG)
+        assert "more than 0.5 s of CPU time" in (await failure(many(it))).detail
 
 
 @pytest.mark.slow
@@ -295,7 +334,7 @@ async def test_a_first_request_that_is_cancelled_during_the_import_does_not_harm
 @run
 async def test_a_host_that_is_closed_during_the_import_does_not_wait_for_it():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_module, "_START_S", 2 * HANG_S)
+        patch.setattr(host_module, "START_S", 2 * HANG_S)
         async with importing() as (it, _):
             await it.close()
             assert it._child is None and it._start.done()
@@ -312,7 +351,7 @@ async def test_a_zygote_that_hangs_is_replaced_and_its_episodes_fail_for_the_mac
                 while full:
                     it._control.send(b'{"do": "end", "episode": 0}')
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(host_module, "_START_S", 0.5)
+                patch.setattr(host_module, "START_S", 0.5)
                 error = await failure(it.ask("b", "add", 1, timeout_s=0.5))
             assert error.infrastructure and "did not answer within 0.5 s" in error.detail
             assert not alive(zygote)

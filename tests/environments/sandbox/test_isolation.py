@@ -87,6 +87,7 @@ LAYERS = {
     "seccomp, sockets": (replace(NOTHING, seccomp=True), CONNECT),
     "seccomp, signals": (replace(NOTHING, seccomp=True), SIGNAL),
     "seccomp, attributes": (replace(NOTHING, seccomp=True), "import os; os.chmod('{file}', 0o600)"),
+    "seccomp, truncation": (replace(NOTHING, seccomp=True), "import os; os.truncate('{file}', 0)"),
     "seccomp, namespaces": (
         replace(NOTHING, seccomp=True),
         "import ctypes, os\nif not os.fork(): os._exit(ctypes.CDLL(None).unshare(0x10000000) != 0)\n"
@@ -178,6 +179,7 @@ def test_root_without_a_right_uses_no_user_ids_of_episodes(call, monkeypatch, tm
          ["can end this user's processes", "can reach the network", "what this user can", "all are"]),
         (replace(NOTHING, landlock=3), ["can end this user's processes", "can reach the network"]),
         (replace(NOTHING, landlock=5), ["by UDP and Unix sockets"]),
+        (replace(NOTHING, landlock=2), ["can empty any file"]),
         (replace(NOTHING, first_user=61184, seccomp=True), ["what every user of this machine can"]),
     ],
 )  # fmt: skip
@@ -288,7 +290,7 @@ def test_without_privilege_a_user_namespace_does_the_same():
 
 
 def test_every_refused_call_has_a_number_on_both_machines_or_is_known_to_have_none():
-    for table in (kernel._NUMBERS, kernel._ATTRIBUTES, kernel._OTHER_PROCESSES):
+    for table in (kernel._NUMBERS, kernel._ATTRIBUTES, kernel._TRUNCATION, kernel._OTHER_PROCESSES):
         for index in (0, 1):
             numbers = [entry[index] for entry in table.values() if entry[index] is not None]
             assert len(numbers) == len(set(numbers))
@@ -300,16 +302,23 @@ def test_the_filter_refuses_and_allows_call_by_call(machine, signals_to, monkeyp
     """Interpret the BPF program as the kernel does, also for the other machine type."""
     monkeypatch.setattr(kernel, "MACHINE", machine)
     index = ("x86_64", "aarch64").index(machine)
-    program = kernel.SyscallFilter(unix_sockets=False, attributes=False, signals_to=signals_to).instructions()
+    only_seccomp = kernel.SyscallFilter(
+        unix_sockets=False, attributes=False, truncation=False, signals_to=signals_to
+    )
+    program = only_seccomp.instructions()
 
     def verdict(number, *arguments):
         return interpret(program, kernel._AUDIT_ARCH[machine], number, [*arguments, 0, 0, 0, 0, 0, 0][:6])
 
     refused, allowed = kernel._ERROR | 1, kernel._ALLOW
-    for table in (kernel._NUMBERS, kernel._ATTRIBUTES):
+    for table in (kernel._NUMBERS, kernel._ATTRIBUTES, kernel._TRUNCATION):
         for entry in table.values():
             if entry[index] is not None:
                 assert verdict(entry[index]) == refused
+    openat = kernel._OPENAT[index]
+    assert verdict(openat, 0, 0, os.O_RDONLY | os.O_TRUNC) == verdict(openat, 0, 0, 3 | os.O_TRUNC) == refused
+    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_RDWR | os.O_TRUNC):
+        assert verdict(openat, 0, 0, flags) == allowed
     assert verdict((0, 63)[index]) == verdict((1, 64)[index]) == verdict((9, 222)[index]) == allowed
     assert verdict(kernel._CLONE[index], 0x11) == allowed
     assert verdict(kernel._CLONE[index], 0x10000011) == refused
@@ -320,6 +329,9 @@ def test_the_filter_refuses_and_allows_call_by_call(machine, signals_to, monkeyp
     assert verdict(kill, 4711, 9) == verdict(limits, 0) == verdict(limits, 4711) == allowed
     assert verdict(kill, 1, 9) == verdict(limits, 1) == (allowed if signals_to is None else refused)
     assert interpret(program, 0xC0000032, 0, [0] * 6) == kernel._KILL
+    program = replace(only_seccomp, truncation=True).instructions()
+    assert verdict(kernel._TRUNCATION["truncate"][index]) == allowed
+    assert verdict(openat, 0, 0, os.O_RDONLY | os.O_TRUNC) == verdict(kernel._OPENAT2[index]) == allowed
     if machine == "x86_64":
         assert verdict(kernel._X32 + 41, 2, 1) == kernel._ERROR | 38
 
