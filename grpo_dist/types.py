@@ -333,6 +333,18 @@ class Rollout:
     # int32 [P], context of the first row where an agent wrote its own prompt; None: the prompt's tokens.
     context_ids: np.ndarray | None = None
 
+    @classmethod
+    def without_tokens(cls, prompt_uid: str, sample: int, **fields: Any) -> Rollout:
+        """Return a sample of no tokens. Unless ``fields`` have others, it has no text and ends by "error"."""
+        return cls(
+            prompt_uid=prompt_uid,
+            sample=sample,
+            completion_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            policy_versions=np.empty(0, np.int32),
+            **{"finish_reason": "error", "text": ""} | fields,
+        )
+
     @property
     def rows(self) -> tuple[Rollout | FurtherRow, ...]:
         """Return the training rows of the sample in order, the first one being itself."""

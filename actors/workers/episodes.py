@@ -29,7 +29,6 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import Budgets, Dialogue, Renderer, play, template_text
 from grpo_dist.environments.episode import Action, Generation, Observed
 from grpo_dist.environments.tools import resolve_format
-from grpo_dist.errors import SamplesFailed
 from grpo_dist.runtime.metering import Meter
 from grpo_dist.types import Prompt, Rollout, Sampling
 
@@ -117,7 +116,7 @@ class EpisodeSampler:
                 if len(lost) == _WORKERS:
                     why = f"{_WORKERS} environment workers were lost with this episode ({reason(error)})"
                     if rows is None:
-                        raise SamplesFailed(why) from error
+                        return agent_rows.rollout(sample, "error", failed=why)
                     rows.observe(Observed(failed=why))
                     return rows.rollout(sample, "error")
             finally:

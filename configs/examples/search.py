@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import string
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -108,4 +109,6 @@ def words(text: str) -> list[str]:
 
 
 def plain(text: str) -> list[str]:
-    return [word for word in words(text) if word not in ("a", "an", "the")]
+    """Return the words without punctuation, also inside them, and without articles: "U.S." is "US"."""
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()

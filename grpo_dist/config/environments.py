@@ -66,7 +66,11 @@ class EnvironmentsConfig(Section):
         description="interpreter of the environments' processes, for packages that exclude this "
         "installation's; null: this one",
     )
-    timeout_s: PositiveFloat = Field(60.0, description="deadline of a step of the environment itself")
+    timeout_s: PositiveFloat = Field(
+        60.0,
+        description="deadline of a step of the environment itself; of its start (import, `preload`, an "
+        "agent's first request) if above 300",
+    )
     memory_mb: PositiveInt = Field(
         2048, description="memory that the process of an environment may add to its size at start, MiB"
     )

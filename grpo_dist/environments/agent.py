@@ -35,7 +35,7 @@ from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Action, Observed
 from grpo_dist.environments.registry import command_parts, find_part
-from grpo_dist.environments.sandbox.host import environment_of
+from grpo_dist.environments.sandbox.host import START_S, environment_of
 from grpo_dist.runtime.processes import SET_PARENT_DEATH_SIGNAL, kill_marked
 from grpo_dist.types import Task
 
@@ -62,6 +62,14 @@ def command_of(environment: str, settings: EnvironmentsConfig) -> list[str]:
             "directory to code_paths"
         )
     return command
+
+
+def _without_proxy() -> dict[str, str]:
+    """Return the variables with which clients reach this machine without the proxy of ``http_proxy``."""
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if hosts != "*":  # all hosts; clients read no list with it
+        hosts = ",".join(filter(None, (hosts, "127.0.0.1", "localhost")))
+    return {"no_proxy": hosts, "NO_PROXY": hosts}  # clients differ in which they prefer
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +129,7 @@ class Agents:
                 "OPENAI_BASE_URL": f"http://{host}:{port}/{next(self._numbers)}/v1",
                 "OPENAI_API_KEY": key,
                 _MARK: key,
+                **_without_proxy(),
             }
             row = {
                 "problem": problem.text,
@@ -150,8 +159,12 @@ class Agents:
 
     async def act(self, episode: str, action: Action) -> Observed:
         """Answer the agent's pending request with ``action``; return its next request, or its end."""
-        agent = self._live[episode]
-        if agent.answering is not None:
+        agent, timeout_s = self._live[episode], self._settings.timeout_s
+        limit = f"environments.timeout_s = {timeout_s:g}"
+        if agent.answering is None:  # it starts, and all others with it
+            timeout_s = max(START_S, timeout_s)
+            limit = f"{timeout_s:g} s of its start; raise environments.timeout_s above that"
+        else:
             message = {"role": "assistant", "content": action.text}  # used in trials
             agent.answering.reply.set_result(
                 action.reply or {"choice": {"message": message, "finish_reason": "stop"}}
@@ -160,7 +173,7 @@ class Agents:
             agent.answering = None
         ending = asyncio.ensure_future(agent.process.wait())  # bounded: cancelled below
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 while True:
                     asking = asyncio.ensure_future(agent.requests.get())  # bounded: by the timeout
                     await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +187,6 @@ class Agents:
                     _drop(agent, request)
         except TimeoutError:
             _kill(agent)
-            limit = f"environments.timeout_s = {self._settings.timeout_s:g}"
             return Observed(failed=f"the agent neither asked nor ended within {limit}")
         finally:
             ending.cancel()

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.chat.template import REJECTED
+from grpo_dist.chat.template import REJECTED, parse_arguments
 from grpo_dist.environments.dialogue import Budgets, Dialogue, EpisodeEnds, Renderer
 from grpo_dist.environments.episode import Action, Generation, Observed, join_text
-from grpo_dist.errors import SamplesFailed
 from grpo_dist.runtime.seeds import turn_seed
 from grpo_dist.types import FurtherRow, Prompt, Rollout, Sampling, Task, Turn
 
@@ -98,7 +97,11 @@ def normalised(messages: Any) -> list[dict[str, Any]]:
                 raise Refused(f"`{where}.tool_calls` must be function calls", param=where) from None
             names |= {call_id: name for call_id, name, _ in calls}
             entry["tool_calls"] = [
-                {"type": "function", "id": call_id, "function": {"name": name, "arguments": _decoded(text)}}
+                {
+                    "type": "function",
+                    "id": call_id,
+                    "function": {"name": name, "arguments": parse_arguments(text)},
+                }
                 for call_id, name, text in calls
             ]
         if role == "tool":
@@ -114,15 +117,6 @@ def _content(content: Any, where: str) -> str:
     except TypeError:
         why = f"`{where}.content` must be text; images and audio are not supported"
         raise Refused(why, param=where) from None
-
-
-def _decoded(arguments: Any) -> Any:
-    """Parse JSON arguments, because templates serialise them themselves."""
-    try:
-        value = json.loads(arguments)
-    except (TypeError, ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
 
 
 def _key(message: _Fields) -> str:
@@ -159,7 +153,8 @@ class AgentRows:
         assert prompt.task is not None, "a prompt without a task has no agent"
         self._renderer, self._prompt, self._sampling = renderer, prompt, sampling
         self._task, self._max_length, self._tokens = prompt.task, max_length, tokens
-        self._ignored = tuple(prompt.task.kwargs.get("ignore", ()))
+        ignored = prompt.task.kwargs.get("ignore") or ()
+        self._ignored = (ignored,) if isinstance(ignored, str) else tuple(ignored)
         self._threads: list[_Thread] = []
         self._order: list[_Thread] = []  # one per action
         self._asking: tuple[_Thread, Any] | None = None  # the open request, with its history's keys
@@ -221,7 +216,8 @@ class AgentRows:
             openings = [text.find(o) for o in self._renderer.openings if o in text]
             message["content"] = text[: min(openings)].rstrip() or None if openings else None
             message["tool_calls"] = [
-                {"id": f"call_{len(self._order)}_{number}", "type": "function",
+                # Mistral's chat templates reject ids that are not 9 letters and digits.
+                {"id": f"call{len(self._order):03}{number:02}", "type": "function",
                  "function": {"name": call.name, "arguments": call.arguments}}
                 for number, call in enumerate(action.calls)
             ]  # fmt: skip
@@ -240,10 +236,12 @@ class AgentRows:
             reward: the agent's reward for the episode, if it reported one.
             failed: why the episode cannot be scored; shown in its last turn.
 
-        Raises SamplesFailed if nothing was sampled.
+        An episode without any sampled token ends with "error".
         """
         if not self._order:
-            raise SamplesFailed(f"the agent got no answer from the policy: {failed or 'it asked for none'}")
+            failed = failed or "it made no request that the run takes"
+            turn = Turn(0, 0, "", f"the agent got no answer from the policy: {failed}")
+            return Rollout.without_tokens(self._prompt.uid, sample, turns=(turn,))
         threads = [thread for thread in self._threads if thread in self._order]
         parts = [thread.dialogue.rollout(sample, finish_reason) for thread in threads]
         first, further = parts[0], []
@@ -333,8 +331,6 @@ async def play_agent(
 ) -> Rollout:
     """Answer an agent's requests until it exits. Once a budget is exhausted, requests get an error that names
     it, and the budget is the finish reason.
-
-    Raises SamplesFailed if the agent exits without any answer from the policy.
     """
     action, reason, turns, calls = Action(""), "", 0, 0
     for number in range(budgets.turns + _REFUSED_MORE + 1):

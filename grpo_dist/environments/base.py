@@ -43,8 +43,8 @@ class Step:
 class Environment:
     """Base class of environments. Methods may be asynchronous.
 
-    ``tools``: functions with typed parameters and a docstring that the policy may call. The chat template
-    gets their schema. An action with calls is answered with their results, and `step` is not called.
+    ``tools``: functions or methods with typed parameters and a docstring that the policy may call. The chat
+    template gets their schema. An action with calls is answered with their results, and `step` is not called.
 
     ``stop``: texts at which an action ends, such as "</search>". The token that completes one belongs to the
     action, with all its characters. A text from `step` then follows verbatim in the same message. Messages,

@@ -426,9 +426,9 @@ class Dialogue:
     def _give_text(self, text: str, prefill: str = "") -> None:
         """Append ``text`` and the next ``prefill`` after the last action, whose thought may continue."""
         self._rows[-1].give(self._renderer.ids(text + prefill))
-        thought = self._thought.advance(self._turns[-1].text)
+        thought = self._thought.advance(self._turns[-1].text).advance_given(text)
         # A scored prefill is the beginning of the next action's text.
-        self._thought = thought.advance_given(text if self._prompt.prefill else text + prefill)
+        self._thought = thought if self._prompt.prefill else thought.advance(prefill)
 
     def _continue(self, content: str, messages: Sequence[Message]) -> None:
         """Append the template's text after ``content``, or begin a row with the whole text."""

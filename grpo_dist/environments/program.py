@@ -54,7 +54,8 @@ class Program:
             "stop": self._stop(),
             "sandboxed": any(tool.function is python for tool in self._tools.values()),
             "asks": asks,
-            "stateless": not asks and not batched and self._class.step is Environment.step,
+            "stateless": not (asks or batched or any(tool.is_method for tool in self._tools.values()))
+            and self._class.step is Environment.step,
             "batched": batched,
             "has_problems": self._overrides("problems"),
         }
@@ -87,7 +88,7 @@ class Program:
         self, problem: Mapping[str, Any], begin: bool, name: str, arguments: str, raw: bool
     ) -> dict[str, Any]:
         """Call a tool. Returns its result and outcome, or the code that the sandbox is to run."""
-        await self.begin(problem, begin)
+        environment = await self.begin(problem, begin)
         tool = self._tools.get(name)
         if tool is None:
             there = ", ".join(self._tools) or "none"
@@ -98,9 +99,9 @@ class Program:
             return _result(str(error), "malformed")
         if tool.function is python:
             return {"code": values["code"]}
-        began = time.monotonic()
+        began, bound = time.monotonic(), (environment,) if tool.is_method else ()
         try:
-            result, outcome = as_text(await awaited(tool.function(**values))), "ok"
+            result, outcome = as_text(await awaited(tool.function(*bound, **values))), "ok"
         except MemoryError:
             result, outcome = "out of memory", "memory"
         except Exception as error:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from grpo_dist.environments.agent import Agents
 
 _CLOSE_S = 5.0  # deadline of an environment's `close`
+_REPLY_KB = 2**20  # of trusted code: its memory limit is the one that counts, for problems and batches, too
 _REASON = 1000  # maximum characters of a failure
 
 
@@ -99,10 +100,11 @@ def make_host(
     host = ProcessHost(
         f"grpo_dist.environments.{'batches:BatchProgram' if batched else 'program:Program'}",
         {"environment": environment, "kwargs": dict(kwargs)},
-        limits=Limits(memory_mb=settings.memory_mb),
+        limits=Limits(memory_mb=settings.memory_mb, reply_kb=_REPLY_KB),
         isolation=None,
         code_paths=settings.code_paths,
         python=settings.python,
+        start_s=settings.timeout_s,
     )
     return BatchHost(host) if batched else host
 
@@ -271,7 +273,8 @@ class Description:
         tools: JSON schemas.
         sandboxed: whether it has the tool `python`.
         asks: whether it overrides `start`.
-        stateless: it overrides neither `start` nor `step`, so an episode can continue in a new process.
+        stateless: it overrides neither `start` nor `step`, and no tool is a method, so an episode can
+            continue in a new process.
         batched: it has `step_batch`.
         has_problems: whether it provides problems.
         stop: texts that end an action.

@@ -39,7 +39,10 @@ class BadCall(ValueError):
 
 
 class TypedTool:
-    """A tool with its schema. Raises ValueError for a function without types or docstring."""
+    """A tool with its schema. Raises ValueError for a function without types or docstring.
+
+    ``is_method``: its first parameter is ``self``, the episode's environment, which the policy does not see.
+    """
 
     def __init__(self, function: Tool) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
@@ -47,7 +50,8 @@ class TypedTool:
         if not inspect.isroutine(function):
             raise ValueError(f"tool `{self.name}` is not a function; name functions with typed parameters")
         parameters = inspect.signature(function).parameters
-        self._names = [name for name in parameters if name != "self"]
+        self.is_method = next(iter(parameters), "") == "self"
+        self._names = list(parameters)[self.is_method :]
         self._required = [n for n in self._names if parameters[n].default is inspect.Parameter.empty]
         for name in self._names:
             if parameters[name].kind not in _NAMED:
@@ -177,6 +181,7 @@ _OTHER_NAMES = {"py": "python", "python3": "python", "Python": "python"}
 # Text in a chat template with tools -> vLLM's parser; the first match decides.
 _MENTIONS = (
     ("<function=", "qwen3_xml"),
+    ("<arg_key>", "glm45"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
@@ -187,6 +192,8 @@ _MENTIONS = (
 _OPENINGS = {
     "qwen3_xml": ("<tool_call>", "<function="),
     "qwen3_coder": ("<tool_call>", "<function="),
+    "glm45": ("<tool_call>",),
+    "glm47": ("<tool_call>",),
     "hermes": ("<tool_call>",),
     "qwen3_json": ("<tool_call>",),
     "mistral": ("[TOOL_CALLS]",),
@@ -206,7 +213,8 @@ _NEEDED = {
 }
 _CALL_REASON = 200  # maximum characters of a parser's error shown to the policy
 # Formats whose parsers return a truncated call, without the truncated argument.
-_CLOSED = {"qwen3_xml": ("<function=", "</function>"), "qwen3_coder": ("<function=", "</function>")}
+_CLOSED = dict.fromkeys(("qwen3_xml", "qwen3_coder"), ("<function=", "</function>"))
+_CLOSED |= dict.fromkeys(("glm45", "glm47"), ("<tool_call>", "</tool_call>"))
 
 
 class CallParser(Protocol):
@@ -297,4 +305,6 @@ def read_code(text: str, names: Sequence[str], *, ended: bool) -> Action:
 
 
 def _form(call_format: str) -> str:
+    if call_format.startswith("glm"):
+        return "XML with the name, and an arg_key and an arg_value for each argument"
     return "JSON with name and arguments" if "xml" not in call_format else "XML with function and parameters"

@@ -186,10 +186,11 @@ def add_missing(group: Group, draw: Draw) -> Group:
         return tuple(np.empty(0, dtype) if i is None else arrays[i] for i in indices)
 
     outcome = "error" if any(group.outcomes) else ""
+    settings = {"temperature": draw.sampling.temperature, "max_new_tokens": draw.sampling.max_new_tokens}
     return replace(
         group,
         rollouts=tuple(
-            _empty_sample(group.prompt, sample, draw.sampling) if i is None else group.rollouts[i]
+            Rollout.without_tokens(group.prompt.uid, sample, **settings) if i is None else group.rollouts[i]
             for sample, i in enumerate(indices)
         ),
         rewards=whole(group.rewards),
@@ -198,19 +199,4 @@ def add_missing(group: Group, draw: Draw) -> Group:
         step_rewards=steps(group.step_rewards, np.float32),
         step_ends=steps(group.step_ends, np.int32),
         failures=tuple(() if i is None else group.failures[i] for i in indices) if group.failures else (),
-    )
-
-
-def _empty_sample(prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
-    """Return an empty sample."""
-    return Rollout(
-        prompt_uid=prompt.uid,
-        sample=sample,
-        completion_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        finish_reason="error",
-        text="",
-        policy_versions=np.empty(0, np.int32),
-        temperature=sampling.temperature,
-        max_new_tokens=sampling.max_new_tokens,
     )

@@ -32,6 +32,19 @@ print(json.dumps({"reward": digits}))
 
 
 @pytest.mark.slow
+def test_a_program_that_never_asks_ends_the_run_with_its_message(tmp_path):
+    (tmp_path / "asks.py").write_text("import sys; sys.exit('the corpus is not there')")
+    done = run(
+        tmp_path, "steps=2", f"code_paths=[{tmp_path}]",
+        'data.train=[{path: "demo:add3", max_rows: 8, environment: {program: asks.py}}]', "data.eval=[]",
+        "rewards.functions=[{function: environment}]", "batch={prompts_per_step: 2, samples_per_prompt: 3}",
+        "sampling.top_p=0.9", "algorithm.kl.coef=0", "checkpoint.every=0", check=False,
+    )  # fmt: skip
+    assert done.returncode not in (0, -9), done.stdout
+    assert "no sample could be scored" in done.stderr and "the corpus is not there" in done.stderr
+
+
+@pytest.mark.slow
 def test_an_unmodified_client_trains_two_steps_without_mismatch(tmp_path):
     (tmp_path / "asks.py").write_text(AGENT)
     run(

@@ -8,6 +8,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from tokenizers import AddedToken
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.chat.template import ControlTokens
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
+from grpo_dist.environments import agent as agent_module
 from grpo_dist.environments.agent import Agents, chunks
 from grpo_dist.environments.agent_rows import AgentRows, Refused, play_agent
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import Budgets, Renderer
 from grpo_dist.environments.episode import Action, Call, Generation, Observed
 from grpo_dist.environments.runner import EnvironmentProbe, EpisodeRunner
-from grpo_dist.errors import SamplesFailed
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.types import Group, KeptTokens, PackedSamples, Prompt, Rollout, Sampling, Task
 from tests.support.chat_templates import real_tokenizer
@@ -169,6 +170,7 @@ def test_a_tool_call_makes_a_round_trip() -> None:
     message = _answer(rows, renderer, text, [_U], tools=[_WEATHER])
     (call,) = message["tool_calls"]
     assert message["content"] == "I look." and call["function"]["name"] == "weather"
+    assert len(call["id"]) == 9 and call["id"].isalnum(), "what Mistral's chat templates take"
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
     # The agent writes the arguments in its own way, and leaves the content out.
     call["function"]["arguments"] = '{"city":"Oslo"}'
@@ -268,6 +270,13 @@ def test_what_changes_the_distribution_or_cannot_be_read_is_refused(more: Any, w
     assert rows.rollout(0, "stop").text == "408", "the episode goes on"
 
 
+@pytest.mark.parametrize("ignore", ["temperature", ["temperature", "top_p"], None])
+def test_parameters_that_the_run_ignores_may_differ(ignore: Any) -> None:
+    rows = _rows(_renderer(), ignore=ignore)
+    with nullcontext() if ignore else pytest.raises(Refused, match=r"temperature = 0\.2"):
+        rows.ask({"messages": [_U], "temperature": 0.2})
+
+
 # The loop
 
 
@@ -351,6 +360,25 @@ print("log"); print(json.dumps({"reward": float(second == row["answer"]) + row["
     assert len(engine.contexts) == 2 and len(rollout.further_rows) == 1
 
 
+@pytest.mark.parametrize(("name", "hosts"), [("NO_PROXY", "a.org,.b.org"), ("no_proxy", "*"), ("", "")])
+def test_a_program_asks_past_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hosts: str
+) -> None:
+    """It keeps the hosts that the run's environment excepts."""
+    for unset in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(unset, raising=False)
+    if name:
+        monkeypatch.setenv(name, hosts)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    code = """
+both = {os.environ["no_proxy"], os.environ["NO_PROXY"]}
+print(json.dumps({"reward": float(ask("x") == "408" and both == {row["arguments"]["expected"]})}))
+"""
+    expected = hosts if hosts == "*" else ",".join(filter(None, (hosts, "127.0.0.1", "localhost")))
+    rollout, _ = _play(tmp_path, code, expected=expected)
+    assert rollout.turns[-1].reward == 1.0, rollout.turns[-1].observation
+
+
 @pytest.mark.parametrize(("code", "reason", "words"), [
     ("ask('x'); sys.exit(3)", "error", "exit code 3"),
     ("ask('x'); raise KeyError('lost')", "error", "KeyError: 'lost'"),
@@ -365,10 +393,21 @@ def test_the_faults_of_an_agent_cost_one_sample(tmp_path: Path, code: str, reaso
     assert rollout.turns[-1].reward is None and rollout.text == "408"
 
 
-@pytest.mark.parametrize("code", ["", "sys.exit(1)", "ask('x', n=3)"])
-def test_an_agent_that_gets_no_answer_gives_no_sample(tmp_path: Path, code: str) -> None:
-    with pytest.raises(SamplesFailed, match="the agent got no answer from the policy"):
-        _play(tmp_path, code)
+@pytest.mark.parametrize(("code", "words"), [
+    ("", "it made no request that the run takes"), ("ask('x', n=3)", "it made no request that the run takes"),
+    ("sys.exit('no corpus')", "exit code 1: no corpus"),
+])  # fmt: skip
+def test_an_agent_that_ends_before_an_answer_costs_one_sample(tmp_path: Path, code: str, words: str) -> None:
+    rollout, _ = _play(tmp_path, f"{code}\nprint('{{\"reward\": 1}}')")
+    (turn,) = rollout.turns
+    assert (rollout.finish_reason, rollout.num_tokens, turn.reward) == ("error", 0, None)
+    assert turn.observation.startswith("the agent got no answer from the policy: ")
+    assert words in turn.observation
+    renderer, rows = _begin()
+    _answer(rows, renderer, "408", [_U])
+    group = Group(rows._prompt, (rollout, rows.rollout(0, "stop")), np.ones(2, np.float32), {}, ("", ""))
+    batch = make_batch([group], [np.ones(2, np.float32)], ref_logprobs=None, max_new_tokens=200)
+    assert batch.policy.mask.sum(dim=1).tolist() == [0, len(group.rollouts[1].completion_ids)]
 
 
 def test_calls_in_parallel_are_rows_of_one_sample(tmp_path: Path) -> None:
@@ -498,6 +537,27 @@ def test_an_agent_whose_episode_ends_before_it_runs_is_not_left_behind(
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_end)
     asyncio.run(asyncio.wait_for(session(), HANG_S))
     assert [process.returncode for process in processes] == ([] if when == "it waits" else [-signal.SIGKILL])
+
+
+def test_a_start_may_take_longer_than_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All agents of a step start at once, and import what they use."""
+    (tmp_path / "my_agent.py").write_text(_HEAD + "ask(row['problem']); time.sleep(1000)")
+    (tmp_path / "silent.py").write_text("import time; time.sleep(1000)")
+    agents = Agents(EnvironmentsConfig(code_paths=(str(tmp_path),), timeout_s=0.01))
+
+    async def session() -> list[Observed]:
+        observed = []
+        for program, actions in (("my_agent.py", 2), ("silent.py", 1)):
+            await agents.begin(program, Task(f"program:{program}"), Problem("x", "y", {}))
+            observed += [await agents.act(program, Action("")) for _ in range(actions)]
+            monkeypatch.setattr(agent_module, "START_S", 0.02)
+        await agents.close()
+        return observed
+
+    asked, step, start = asyncio.run(asyncio.wait_for(session(), HANG_S))
+    assert asked.request is not None
+    assert step.failed == "the agent neither asked nor ended within environments.timeout_s = 0.01"
+    assert "ended within 0.02 s of its start; raise environments.timeout_s above that" in start.failed
 
 
 def test_no_key_no_answer(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class Together(Environment):
         return [None if a == "none" else e.answer(a) for e, a in zip(episodes, actions)]
 
     def answer(self, action):
+        if action == "long":
+            return Step("x" * 2**23)
         said = f"{self.name}: {' '.join(self.said)}"
         return Step(said, reward=float(len(self.said)), done=action == "end")
 
@@ -141,6 +143,13 @@ async def test_actions_that_come_during_a_call_share_the_next_one(
     assert len({pid for _, pid in calls(tmp_path)} | {os.getpid()}) == 2, "one process, and not this one"
     await asyncio.gather(*(runner.end(f"e{i}") for i in range(20)))
     assert sorted((tmp_path / "closed").read_text().split()) == sorted(f"e{i}" for i in range(20))
+
+
+@session
+async def test_long_answers_of_many_episodes_are_one_reply(tmp_path: Path, runner: EpisodeRunner) -> None:
+    (tmp_path / "gate").touch()
+    answers = await asyncio.gather(*(act(runner, tmp_path, episode, "long") for episode in "abc"))
+    assert [(len(o.observation), o.failed) for o in answers] == [(2**23, "")] * 3
 
 
 @pytest.mark.slow

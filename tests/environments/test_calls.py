@@ -68,6 +68,8 @@ class _Nothing:
     ("llama3_json", '{"name": "f", ', True), ("llama3_json", "\\boxed{5}", False),
     ("qwen3_xml", "<function=f><parameter=x>OK", True),
     ("qwen3_xml", "<function=f><parameter=x>OK</parameter></function>", False),
+    ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>OK", True),
+    ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>OK</arg_value>\n</tool_call>", False),
     ("another", "<special>", True),
 ])  # fmt: skip
 def test_an_opening_without_a_call_is_malformed(call_format: str, text: str, malformed: bool) -> None:
@@ -106,7 +108,7 @@ def test_no_record_of_an_episode_holds_half_of_a_surrogate_pair() -> None:
 
 @pytest.mark.parametrize(("name", "call_format"), [
     ("qwen2.5", "hermes"), ("qwen3", "hermes"), ("llama3.1", "llama3_json"), ("llama3", "code"),
-    ("smollm2", "code"), ("deepseek-r1-distill", "code"),
+    ("smollm2", "code"), ("deepseek-r1-distill", "code"), ("glm4.5", "glm45"),
 ])  # fmt: skip
 def test_auto_takes_the_form_that_the_chat_template_shows(name: str, call_format: str) -> None:
     assert resolve_format("auto", real_tokenizer(name).chat_template) == call_format

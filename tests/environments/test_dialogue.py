@@ -433,6 +433,7 @@ _R1, _QWEN, _LOW = "deepseek-r1-distill", "qwen2.5", Observed("Too low.")
     (_QWEN, _SEARCH, Observed("408"), _BOX, _BOX, 0, _STOP),
     ("plain", "a</think>400", _LOW, _BOX, "", 0, _PLAIN),
     ("plain", "a</think>400", _LOW, _BOX, "", 0, _PLAIN | {"scored": "<think>"}),
+    ("plain", "a</think>400", _LOW, _BOX, "", 0, _PLAIN | {"prefill": "<think>\nOkay, "}),
     ("plain", "a</think>400", _LOW, _BOX, _BOX, 1, _PLAIN | {"prefill": "", "thought": _OPENS}),
     ("plain", "a400", _LOW, _BOX, "", 0, _PLAIN | {"prefill": "", "thought": _OPENS}),
 ])  # fmt: skip

@@ -20,6 +20,7 @@ from grpo_dist.environments.runner import EnvironmentProbe, EpisodeRunner, Start
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.errors import UserError
 from grpo_dist.types import Task
+from tests.support.patience import HANG_S
 
 _CODE = '''
 import asyncio, os, time
@@ -100,6 +101,18 @@ def misbehave(how: str) -> str:
 
 class Tools(Environment):
     tools = [double, where, misbehave, calculator, python]
+
+
+class Notes(Environment):
+    def __init__(self, first: str = "") -> None:
+        self.notes = [first]
+
+    async def note(self, text: str) -> list[str]:
+        """Note a text."""
+        self.notes.append(text)
+        return self.notes
+
+    tools = [note]
 
 
 class State(Tools):
@@ -305,6 +318,22 @@ async def test_a_tool_that_ends_its_process_is_an_outcome_where_nothing_is_lost(
     assert lost.calls[0].outcome == outcome and second.calls[0].result == "2"
     stateful = await misbehaves(runner, "b", _task("State"))
     assert outcome in stateful.failed
+
+
+@session
+async def test_a_tool_that_is_a_method_has_the_state_of_its_episode(runner: EpisodeRunner) -> None:
+    """Which is lost with its process: no further call finds another, empty one."""
+    task, again = _task("Notes", first="a"), _calls(("note", '{"text": "c"}'))
+    for episode in ("one", "other"):
+        (observed,) = await _acts(runner, episode, task, _calls(("note", '{"text": "b"}')))
+        assert [(call.result, call.outcome) for call in observed.calls] == [('["a", "b"]', "ok")]
+    observed = await runner.act("one", task, _PROBLEM, again, turn=1)
+    assert observed.calls[0].result == '["a", "b", "c"]'
+    (tool,) = (await runner._episodes["one"].host.ask("one", "describe", {}, timeout_s=HANG_S))["tools"]
+    assert tool["function"]["parameters"]["required"] == ["text"]
+    host = runner._episodes["one"].host
+    await host.end("one")
+    assert "its state with it" in (await runner.act("one", task, _PROBLEM, again, turn=2)).failed
 
 
 @session

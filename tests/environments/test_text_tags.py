@@ -131,6 +131,15 @@ def test_bm25_has_the_numbers_worked_by_hand(search: Any) -> None:
     assert index.search("unknown", 5) == [] and index.search("the cat", 1) == ["the dog barks"]
 
 
+@pytest.mark.parametrize(("text", "words"), [
+    ("The U.S.", ["us"]), ("O'Brien, a well-known  man", ["obrien", "wellknown", "man"]), ("an", []),
+    ("$1,000", ["1000"]), ("Theatre", ["theatre"]),
+])  # fmt: skip
+def test_an_answer_is_compared_as_search_r1_does(search: Any, text: str, words: list[str]) -> None:
+    """Its `normalize_answer` removes punctuation before it splits."""
+    assert search.plain(text) == words
+
+
 def test_two_searches_lead_to_the_answer_of_each_question(search: Any) -> None:
     search.Search.preload()
     rows = list(search.Search.problems("train", None)), list(search.Search.problems("test", None))

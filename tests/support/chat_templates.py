@@ -18,6 +18,7 @@ _TRL = {
     "qwen3": ("qwen3.jinja", "<|im_end|>", None),
     "llama3": ("llama3.jinja", "<|eot_id|>", "<|begin_of_text|>"),
     "llama3.1": ("llama3_1.jinja", "<|eot_id|>", "<|begin_of_text|>"),
+    "glm4.5": ("glm4moe.jinja", "<|user|>", None),
     "deepseek-r1-distill": ("deepseek_r1_distill.jinja", "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
 }
 TEMPLATES = (*_TRL, "smollm2")

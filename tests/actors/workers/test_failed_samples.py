@@ -1,6 +1,8 @@
 """Samples that fail in an engine: the group keeps the others if enough are left."""
 
 import asyncio
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +13,7 @@ from actors.workers.rollout import RolloutWorker, _generation
 from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.environments.episode import Generation
 from grpo_dist.errors import SamplesFailed
-from grpo_dist.types import Prompt, Sampling
+from grpo_dist.types import Prompt, Rollout, Sampling
 
 PROMPT = Prompt("p", np.array([1, 2], np.int32), "1", "made")
 FAILED = {11: SamplesFailed("rollout: the engine ended a request with 'error'")}
@@ -38,6 +40,18 @@ def test_the_other_samples_keep_their_numbers_and_all_count_as_finished(caplog):
         "3 of 4 samples of p: rollout: the engine ended a request with 'error'; the group continues "
         "without the others"
     ]
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_only_a_sample_with_tokens_needs_the_masks_that_they_were_sampled_with(with_tokens):
+    """An agent that ends before its first answer has none."""
+    model = ModelConfig(path="m")
+    spec = EngineSpec(RolloutConfig(), WeightSyncConfig(), model, "m", 64, seed=0, returns_masks=True)
+    rollout = Rollout.without_tokens("p", 0)
+    if with_tokens:
+        rollout = replace(rollout, completion_ids=np.array([5], np.int32))
+    with pytest.raises(AssertionError, match="lacks its sampling") if with_tokens else nullcontext():
+        assert RolloutWorker(spec)._label(rollout, Sampling(top_p=0.9)).max_new_tokens is not None
 
 
 @pytest.mark.parametrize("least", [None, 4])

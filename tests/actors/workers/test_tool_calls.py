@@ -27,11 +27,14 @@ _XML = (
     "<tool_call>\n<function=calculator>\n<parameter=expression>\n1+1\n</parameter>\n</function>\n</tool_call>"
 )
 
+_GLM = "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>1+1</arg_value>\n</tool_call>"
+
 
 @pytest.mark.parametrize(("name", "tokens", "text"), [
     ("hermes", ("<tool_call>", "</tool_call>"), f"I compute.\n<tool_call>\n{_CALL}\n</tool_call>"),
     ("llama3_json", ("<|python_tag|>",), _CALL.replace("arguments", "parameters")),
     ("qwen3_xml", ("<tool_call>", "</tool_call>"), _XML),
+    ("glm45", ("<tool_call>", "</tool_call>"), _GLM),
 ])  # fmt: skip
 def test_a_call_is_read_and_a_cut_one_is_malformed(name: str, tokens: tuple[str, ...], text: str) -> None:
     parser = call_parser(name, _tokenizer(*tokens))

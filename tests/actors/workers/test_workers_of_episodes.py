@@ -243,3 +243,16 @@ def test_an_episode_that_three_different_workers_are_lost_with_has_failed(sample
     reason, (failed,) = asyncio.run(session())
     assert reason == "error" and failed.startswith("3 environment workers were lost with this episode (")
     assert [worker.acts for worker in workers] == [1, 1, 1, 0]
+
+
+def test_so_has_an_agent(sampler):
+    """Its sample has no tokens: no worker lived until its first answer."""
+    prompt = Prompt("u", None, "1", "test", text="p", task=Task("program:x"))
+
+    async def session():
+        sampler.workers.use(EnvironmentAddresses(1, tuple(FakeWorker(ActorDiedError()) for _ in range(3))))
+        return await asyncio.wait_for(sampler.sample(prompt, 2, 1, Sampling(), None), HANG_S)
+
+    rollout = asyncio.run(session())
+    assert (rollout.sample, rollout.finish_reason, rollout.num_tokens) == (2, "error", 0)
+    assert "3 environment workers were lost with this episode (" in rollout.turns[0].observation
