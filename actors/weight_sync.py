@@ -35,7 +35,7 @@ import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.lifecycle.calls import are_on_one_host, deadline_of, result, results
+from actors.lifecycle.calls import PARALLEL, are_on_one_host, deadline_of, result, results
 from actors.lifecycle.team import ElasticTeam
 from actors.transfer.connections import Seat, new_secret
 from actors.transfer.stream import HeldTransfer
@@ -130,9 +130,10 @@ class TransferGroup:
             ranks_busy_s=ranks_busy_s,
         )
 
-    async def close(self) -> None:
-        """Close the policy's side; the caller sets the deadline."""
-        await results(rank.close_transfer.remote(self.name) for rank in self.policy.ranks)
+    def close(self) -> None:
+        """Close the policy's side, without waiting for it: the ranks may be in an update."""
+        for rank in self.policy.ranks:
+            rank.close_transfer.remote(self.name)
 
     @classmethod
     async def open(
@@ -172,7 +173,12 @@ class TransferGroup:
         for i, worker in enumerate(workers):
             seats = receiver_seats[i * each : (i + 1) * each]
             joining.append(worker.open_transfer.remote(backend, seats, timeout_s + ranks_busy_s))
-        await results(joining)
+        try:
+            await results(joining)
+        except BaseException:  # the ranks would wait for a lost worker, and the next group for the ranks
+            for rank, seat in sender_seats.items():
+                policy.ranks[rank].stop_joining.options(concurrency_group=PARALLEL).remote(seat.port)
+            raise
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
         parameters = await policy.ranks[0].parameter_specs.remote(spec.adapters_only, spec.as_held)
         sending = tuple(sorted(set(senders)))
@@ -438,9 +444,9 @@ class WeightSync:
                 version = self._version
                 if self._deltas is None or self._deltas.token is None:
                     version += policy.sent_after - self._updates
-                async with deadline_of(both, seconds, f"{stage} takes version {version}"):
+                group.close()
+                async with deadline_of(engine, self._timeout_s, f"{stage} takes version {version}"):
                     reported = await worker.finish_update.remote(version)
-                    await group.close()
                 self._opened.clear()  # the common group lacks this engine
             except RayTaskError:  # the policy's error may only mean that the engine is gone
                 async with deadline_of(engine, self._timeout_s, f"{stage} answers its health check"):
@@ -491,7 +497,7 @@ class WeightSync:
             if members:
                 groups.append(self._opened[name])
             elif (unused := self._opened.pop(name, None)) is not None:
-                await unused.close()
+                unused.close()
         return groups
 
     async def _send(self, group: TransferGroup, receivers: Sequence[Any]) -> dict[str, float]:

@@ -23,6 +23,7 @@ The processes of a gloo group find its store this way, without revealing its por
 
 from __future__ import annotations
 
+import errno
 import hmac
 import secrets
 import select
@@ -78,7 +79,8 @@ class _Pending:
 def admit(server: socket.socket, count: int, secret: bytes, timeout_s: float) -> list[socket.socket]:
     """Accept the first ``count`` connections with a valid proof, and close all others.
 
-    A silent connection does not delay the others. Raises TimeoutError.
+    A silent connection does not delay the others. Raises TimeoutError, and TransferLost if ``server`` is shut
+    down.
     """
     end, admitted = time.monotonic() + timeout_s, list[socket.socket]()
     pending: dict[socket.socket, _Pending] = {}
@@ -97,6 +99,10 @@ def admit(server: socket.socket, count: int, secret: bytes, timeout_s: float) ->
                     pending.pop(connection, None)
                     if connection is not server:
                         connection.close()
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    raise TransferLost("weight sync: a process of the transfer group is gone") from error
             while len(pending) > _MAX_PENDING:
                 oldest = next(iter(pending))
                 del pending[oldest]

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from actors.transfer.connections import Connections, Seat, agree_on_store
 from grpo_dist.config import TransferBackend
-from grpo_dist.errors import TransferLost
+from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.runtime.hardware import inductor_settings_kept
 from grpo_dist.runtime.rendezvous import Rank, check_members, find_local_address, meeting_point
 
@@ -189,7 +189,11 @@ class NcclTransport(Broadcasts):
     def _start(self, flat: Tensor) -> Callable[[], object]:
         # The current stream fills the buffer before the broadcast, or reads it after `_wait`.
         self._stream.wait_stream(torch.cuda.current_stream())
-        self._group.broadcast(flat, src=0, stream=self._stream)
+        try:
+            self._group.broadcast(flat, src=0, stream=self._stream)
+        except RuntimeError as error:  # vLLM raises nothing more specific
+            self.close()
+            raise TransferLost(f"weight sync: NCCL's broadcast failed: {error}") from error
         if flat.is_cuda:  # a failed transfer frees the buffer before the broadcast ends
             flat.record_stream(self._stream)
         arrived = self._stream.record_event()
@@ -216,7 +220,10 @@ class NcclTransport(Broadcasts):
 
 
 def _nccl_group(seat: Seat, connections: Connections, device: torch.device, timeout_s: float) -> Any:
-    """Make vLLM's communicator; send its id only over authenticated ``connections``. Raises like `joined`."""
+    """Make vLLM's communicator; send its id only over authenticated ``connections``.
+
+    Raises like `joined`, and UserError if vLLM's NCCL is disabled.
+    """
     with inductor_settings_kept():
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
@@ -228,7 +235,13 @@ def _nccl_group(seat: Seat, connections: Connections, device: torch.device, time
     else:
         unique_id = connections.receive(NCCL_UNIQUE_ID_BYTES)
     join = partial(uid_init_process_group, unique_id, seat.rank, seat.world_size, device.index)
-    return joined(join, connections, timeout_s)
+    group = joined(join, connections, timeout_s)
+    if group.disabled:  # its broadcasts would do nothing
+        raise UserError(
+            f"VLLM_DISABLE_PYNCCL={os.environ['VLLM_DISABLE_PYNCCL']} disables vLLM's NCCL, over which the "
+            "policy sends weights to the engines; unset it, or set weight_sync.backend=gloo"
+        )
+    return group
 
 
 def joined(join: Callable[[], Any], connections: Connections, timeout_s: float) -> Any:

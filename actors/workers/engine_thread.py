@@ -101,6 +101,14 @@ def call_workers(engine: Any, function: Callable[[Any], T]) -> list[T]:
     return [reply.value for reply in replies]
 
 
+def _start_weight_update(worker: Any) -> None:
+    """Start an update. vLLM refuses while one is active, and a failed transfer ends it only in the processes
+    in which it failed.
+    """
+    worker.worker._weight_update_active = False  # ``worker`` wraps it, and delegates only what is read
+    worker.start_weight_update()
+
+
 def _reply(function: Callable[[Any], Any], worker: Any) -> _Reply:
     try:
         return _Reply(function(worker))
@@ -194,7 +202,8 @@ class EngineThread:
         await self.in_workers(methodcaller("init_weight_transfer_engine", init_info=info))
 
     async def start_weight_update(self) -> None:
-        await self.in_workers(methodcaller("start_weight_update"))
+        """Start an update, or restart one that is active; it may be active in some processes only."""
+        await self.in_workers(_start_weight_update)
 
     async def update_weights(self, info: dict[str, Any]) -> None:
         await self.in_workers(methodcaller("update_weights", update_info=info))

@@ -7,10 +7,12 @@ StateLost at once, and the run resumes with a new group from a checkpoint.
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -45,7 +47,7 @@ from grpo_dist.config import (
     TimeoutsConfig,
     TransferBackend,
 )
-from grpo_dist.errors import StateLost, TransferLost
+from grpo_dist.errors import StateLost, TransferLost, UserError
 from grpo_dist.health import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, list_kernels
@@ -82,7 +84,7 @@ class WeightSender(Metered):
     def __init__(self) -> None:
         super().__init__()
         self._trainer: Any = None
-        self._listening: socket.socket | None = None  # from `address` until a group takes it
+        self._listening: socket.socket | None = None  # from `address` until a group has joined
         self._transports: dict[str, Transport] = {}
         self._snapshots = SnapshotWriter()
         self._sent = SentWeights()
@@ -102,13 +104,28 @@ class WeightSender(Metered):
 
     def open_transfer(self, group: str, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
         self.close_transfer(group)
-        seat = replace(seat, listening=self._take_listening())
-        self._transports[group] = open_transport(backend, seat, timeout_s=timeout_s)
+        with self._listening_copy() as listening:
+            seat = replace(seat, listening=listening)
+            self._transports[group] = open_transport(backend, seat, timeout_s=timeout_s)
 
-    def _take_listening(self) -> int | None:
-        """Return the descriptor of the socket of `address`, which the caller owns; None: there is none."""
-        listening, self._listening = self._listening, None
-        return None if listening is None else listening.detach()
+    def stop_joining(self, port: int) -> None:
+        """Make a running or queued `open_transfer` at ``port`` fail: a member is lost. Called in parallel."""
+        if (listening := self._listening) is not None:
+            with suppress(OSError):  # it has just been closed
+                if listening.getsockname()[1] == port:
+                    listening.shutdown(socket.SHUT_RDWR)
+
+    @contextmanager
+    def _listening_copy(self) -> Iterator[int | None]:
+        """Yield a copy of the descriptor of `address`, which the caller owns; None: there is none. Stop
+        listening afterwards.
+        """
+        try:
+            yield None if self._listening is None else os.dup(self._listening.fileno())
+        finally:
+            if self._listening is not None:
+                self._listening.close()
+            self._listening = None
 
     def close_transfer(self, group: str) -> None:
         """Leave ``group``, if this rank is a member."""
@@ -211,7 +228,8 @@ class PolicyWorker(WeightSender, Probeable):
         build_in_own_directory()
         skip_unused_imports()
         build_kernels(list_kernels(policy, device_type()))
-        rank = open_store(replace(rank, listening=self._take_listening()))
+        with self._listening_copy() as listening:
+            rank = open_store(replace(rank, listening=listening))
         self._trainer = Trainer(rank, policy, model=model, model_dir=model_dir, settings=settings)
         freeze_loaded()  # because each offload collects garbage
         return self._trainer.device.type, self._trainer.attention_cost
@@ -265,7 +283,17 @@ class PolicyWorker(WeightSender, Probeable):
         if what != "nothing":
             memory.reload(only_weights=what == "weights")
 
+    def check_sees(self, path: str) -> None:
+        """Raise UserError if this node lacks ``path``, which the driver has just made."""
+        if not Path(path).exists():
+            raise UserError(
+                f"{path}: node {platform.node()} of a policy rank does not see it, and the driver has just "
+                "made it: checkpoints would lack this rank's part; set `output_dir` to a directory on "
+                "storage that all nodes share"
+            )
+
     def save(self, directory: str, blocking: bool) -> None:
+        self.check_sees(str(Path(directory).parent))  # DeepSpeed would make it on this node alone
         self._trainer.save(Path(directory), blocking=blocking)
 
     def is_saved(self) -> bool:
@@ -504,8 +532,15 @@ class PolicyGroup:
         """
         await self._all("hold", what)
 
+    async def check_sees(self, path: Path) -> None:
+        """Raise UserError if a rank's node lacks ``path``; see `PolicyWorker.check_sees`."""
+        async with self._deadline(self._timeouts.save_s, f"search for {path}"):
+            await self._all("check_sees", str(path.absolute()))
+
     async def save(self, directory: Path, *, blocking: bool = True) -> None:
-        """Save a checkpoint. ``blocking`` False: updates may follow at once; `saved` waits for the files."""
+        """Save a checkpoint; the parent of ``directory`` exists. ``blocking`` False: updates may follow at
+        once; `saved` waits for the files.
+        """
         async with self.turn(), self._deadline(self._timeouts.save_s, f"checkpoint to {directory}"):
             await self._all("save", str(directory.absolute()), blocking)
 

@@ -38,6 +38,7 @@ from actors.workers.environment import EnvironmentAddresses, EnvironmentPool
 from actors.workers.episodes import EpisodeSampler, episode_sampler
 from actors.workers.exchange import Line, SamplingActor, StoredGroups, StoredSamples
 from grpo_dist.chat.ends import SampleEnds, ends_of
+from grpo_dist.chat.template import read_tokenizer
 from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.user_rollout import UserRollout
@@ -67,8 +68,7 @@ class WeightReceiver(Metered):
 
     def __init__(self) -> None:
         super().__init__()
-        self._updating = False  # between `begin_update` and `finish_update`
-        self._received = False  # whether all weights of that update have arrived
+        self._received = False  # whether all weights of the update that has begun have arrived
         self._update_key: tuple[int, int] | None = None  # version and update count; None: unknown
         self._one_at_a_time = asyncio.Lock()
 
@@ -104,9 +104,7 @@ class WeightReceiver(Metered):
             if of is None or of != self._update_key:
                 await self._end_old_update()
             self._update_key = of
-            if not self._updating:
-                await self._engine.start_weight_update()
-                self._updating = True
+            await self._engine.start_weight_update()
             return not self._received
 
     async def held_weights(self) -> str | None:
@@ -134,9 +132,7 @@ class WeightReceiver(Metered):
         parameters = [list(asdict(spec).values()) for spec in specs]
         info = {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
         async with self._one_at_a_time:
-            self._updating = False  # a failed transfer is restarted
             await self._engine.update_weights(info | {"held": held})
-            self._updating = True
             self._received = held is None or await self.held_weights() == held.token
             return self._received
 
@@ -145,7 +141,7 @@ class WeightReceiver(Metered):
         """Serve again under ``version``; return the engine's reported version."""
         async with self._one_at_a_time:
             await self._engine.finish_weight_update()
-            self._updating = self._received = False
+            self._received = False
             reported: int = await self._engine.set_weight_version(version)
             await self._engine.resume()
             return reported
@@ -156,7 +152,7 @@ class WeightReceiver(Metered):
         """
         if self._received:
             await self._engine.finish_weight_update()
-            self._updating = self._received = False
+            self._received = False
 
 
 _FETCH_S = 120.0  # deadline for the routes of one sample: megabytes, maybe from another node
@@ -238,11 +234,9 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         check_gpus()
         check_on_node(self._spec.model_dir)
         set_environment()  # before transformers and vLLM are imported, which read it
-        from transformers import AutoTokenizer
-
         if device_type() == "cpu":
             os.nice(self._spec.niceness)  # for this thread and threads that it starts: the engine's
-        self._tokenizer = AutoTokenizer.from_pretrained(
+        self._tokenizer = read_tokenizer(
             self._spec.model_dir, trust_remote_code=self._spec.model.trust_remote_code
         )
         self._ends = ends_of(self._spec.data, self._tokenizer)
@@ -357,7 +351,8 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         """
         labelled = drawn(rollout, sampling)
         needs_masks = self._needs_masks(sampling)
-        assert not needs_masks or all(row.kept for row in rollout.rows), "a row lacks its sampling masks"
+        has_masks = all(row.kept for row in rollout.rows if len(row.completion_ids))
+        assert has_masks or not needs_masks, "a row lacks its sampling masks"
         return stored(labelled) if self._spec.trains else labelled.without_routes()
 
     def _needs_masks(self, sampling: Sampling) -> bool:

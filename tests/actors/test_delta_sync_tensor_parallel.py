@@ -36,6 +36,9 @@ class SplitEngine(RolloutWorker):
     async def lose_transfer(self):
         await self._engine.in_workers(lose)
 
+    async def lose_next_transfer(self, rank):
+        await self._engine.in_workers(lambda worker: lose_next(worker, rank))
+
 
 @torch.no_grad()
 def read_weights(worker):
@@ -73,6 +76,19 @@ def counted_loads(worker):
 
 def lose(worker):
     raise TransferLost(f"process {worker.rank}")
+
+
+def lose_next(worker, rank):
+    """Make process ``rank`` fail once it has received the next weights."""
+    transfer = worker.weight_transfer_engine
+
+    def receive_and_fail(info):
+        del transfer.receive_weights
+        transfer.receive_weights(info)
+        raise TransferLost(f"process {rank}")
+
+    if worker.rank == rank:
+        transfer.receive_weights = receive_and_fail
 
 
 class World(TwoEngines):
@@ -164,6 +180,19 @@ def test_a_wrong_bit_in_the_copy_of_one_process_is_noticed_and_whole_weights_fol
         before = await world.check()
         await world.push_whole()
         assert equal(before, await world.check()) and not equal(after, before)
+
+    world.run(session())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_transfer_that_one_process_loses_is_repeated_in_both(world, rank):
+    async def session():
+        await world.nudge(10 + rank)
+        await world.engine.lose_next_transfer.remote(rank)
+        await world.push_whole()
+        repeated = await world.check()
+        await world.push_whole()
+        assert equal(repeated, await world.check())
 
     world.run(session())
 

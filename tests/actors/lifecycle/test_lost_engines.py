@@ -25,7 +25,17 @@ SAMPLING = Sampling(max_new_tokens=100)
 
 
 class MortalWorker(RolloutWorker):
-    """An engine that dies after it received a part of the next weights."""
+    """An engine that dies after it received a part of the next weights, or as it joins a transfer group."""
+
+    _dies_as_it_joins = False
+
+    async def die_as_it_joins(self):
+        self._dies_as_it_joins = True
+
+    async def open_transfer(self, backend, seats, timeout_s, *, file=None):
+        if self._dies_as_it_joins:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await super().open_transfer(backend, seats, timeout_s, file=file)
 
     async def process(self):
         return os.getpid()
@@ -151,6 +161,18 @@ async def test_a_broken_connection_is_reopened_once(world):
     assert world.rollouts.team.restarted() == 2  # by the tests before
     await rank.cut_transfers.remote(0)
     await world.sync.push(7)
+
+
+@on_the_loop
+async def test_an_engine_killed_before_it_joins_the_reopened_group_is_skipped(world):
+    """Rank 0 does not wait for it."""
+    survivor, victim = world.rollouts.workers
+    await victim.die_as_it_joins.remote()
+    world.sync._opened.clear()
+    await world.move(8)
+    await world.sync.push(8)  # long before its deadline
+    assert world.rollouts.team.alive() == [survivor] and world.rollouts.team.restarted() == 1
+    await world.check(8)
 
 
 @on_the_loop

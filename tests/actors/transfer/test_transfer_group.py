@@ -8,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 
+from actors.lifecycle.calls import PARALLEL
 from actors.transfer.connections import Seat, new_secret
 from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
 from actors.weight_sync import TransferGroup, TransferSpec
 from actors.workers.policy import PolicyWorker
 from grpo_dist.config import WeightSyncConfig
+from grpo_dist.errors import TransferLost
 from tests.support.patience import HANG_S
 from tests.support.real_ranks import on_all, start
 
@@ -93,6 +96,36 @@ def test_a_rank_listens_from_the_answer_with_its_address_until_its_group_has_joi
             socket.create_connection(left)
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_rank_does_not_wait_for_a_lost_member(monkeypatch, busy):
+    """``busy``: it is in an update while the member is lost, and would join afterwards."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    rank, secret = PolicyWorker(), new_secret()
+    address, errors = rank.address(), []
+
+    def join():
+        try:
+            rank.open_transfer("rollout", "shared_memory", Seat(*address, 0, 3, secret), HANG_S)
+        except TransferLost as error:
+            errors.append(str(error))
+
+    joining = threading.Thread(target=join)
+    if not busy:
+        joining.start()
+        member = open_transport("shared_memory", Seat(*address, 1, 3, secret), timeout_s=HANG_S)
+    rank.stop_joining(address[1] + 1)  # of an earlier group
+    rank.stop_joining(address[1])
+    if busy:
+        joining.start()
+    joining.join(HANG_S)
+    assert errors == ["weight sync: a process of the transfer group is gone"]
+    if not busy:
+        with pytest.raises(TransferLost):
+            member.agree(True)
+        member.close()
+    rank.stop_joining(address[1])  # nothing to stop
+
+
 class Called:
     """Replaces an actor; records how long it may wait for the others."""
 
@@ -121,6 +154,37 @@ def test_ranks_wait_less_for_an_engine_than_it_waits_for_them():
 
     asyncio.run(session())
     assert rank.waits == [300, 300] and engine.waits == [300, 2100]
+
+
+@pytest.mark.parametrize("error", [RayActorError(), TimeoutError("it hangs")])
+def test_ranks_stop_joining_when_an_engine_is_lost(error):
+    class Rank(Called):
+        def __init__(self):
+            self.stopped = []
+
+        def __getattr__(self, method):
+            def options(*, concurrency_group):
+                assert concurrency_group == PARALLEL  # else the call waits for `open_transfer`
+                return SimpleNamespace(remote=self.stopped.append)
+
+            if method == "open_transfer":
+                return SimpleNamespace(remote=lambda *_: asyncio.Event().wait())
+            if method == "stop_joining":
+                return SimpleNamespace(options=options)
+            return super().__getattr__(method)
+
+    class Lost(Called):
+        def __getattr__(self, method):
+            async def call(*arguments):
+                if method == "open_transfer":
+                    raise error
+
+            return SimpleNamespace(remote=call)
+
+    policy, spec = SimpleNamespace(ranks=[Rank()], device="cpu"), TransferSpec(WeightSyncConfig())
+    with pytest.raises(type(error)):
+        asyncio.run(TransferGroup.open("rollout", policy, [Lost()], spec, timeout_s=300))
+    assert policy.ranks[0].stopped == [1]  # the port of the group
 
 
 @pytest.mark.parametrize(

@@ -597,12 +597,18 @@ def test_messages_of_a_group_member_are_never_executed(tmp_path):
 
 
 class Communicator:
-    """Replaces vLLM's communicator; its broadcasts finish when ``done`` returns True."""
+    """Replaces vLLM's communicator; its broadcasts finish when ``done`` returns True. ``error``: what the
+    next broadcast raises.
+    """
+
+    error = None
 
     def __init__(self, done):
         self.done, self.sent, self.destroyed = done, [], 0
 
     def broadcast(self, flat, src, stream):
+        if self.error is not None:
+            raise self.error
         self.sent.append((len(flat), src))
 
     def destroy(self):
@@ -690,6 +696,26 @@ def test_nccl_moves_both_buffers_and_has_a_deadline(nccl):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_nccl_counts_as_a_lost_transfer_and_the_others_notice(nccl, rank):
+    """vLLM raises it where NCCL has noticed the dead peer first."""
+    port, sides = free_port("127.0.0.1"), {}
+
+    def join_as(each):
+        seat = Seat("127.0.0.1", port, each, 2, SECRET)
+        sides[each] = nccl(seat) if each == rank else Connections(seat, HANG_S)
+
+    in_threads(join_as, [(0,), (1,)])
+    (transport, group), other = sides[rank], sides[1 - rank]
+    group.error = RuntimeError("NCCL error: remote process exited or there was a network error")
+    with pytest.raises(TransferLost, match="NCCL's broadcast failed: NCCL error: remote process exited"):
+        list(transport.incoming([100, 50]) if rank else transport.outgoing([100, 50]))
+    assert group.destroyed == 1
+    with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
+        other.receive(1)
+    other.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_buffers_of_a_broadcast_are_freed_after_the_transfer(rank):
     """Policy and engines keep no memory for the largest tensor from one weight sync to the next."""
 
@@ -762,18 +788,28 @@ def test_only_members_receive_the_id_of_an_nccl_group(monkeypatch):
             return SimpleNamespace(internal=(ctypes.c_byte * 128).from_buffer_copy(group_id))
 
     wrapper = SimpleNamespace(NCCL_UNIQUE_ID_BYTES=128, NCCLLibrary=Library)
-    common = SimpleNamespace(uid_init_process_group=lambda *arguments: arguments)
+    common = SimpleNamespace(
+        uid_init_process_group=lambda *a: SimpleNamespace(arguments=a, disabled=disabled)
+    )
     vllm = "vllm.distributed"
     monkeypatch.setitem(sys.modules, f"{vllm}.device_communicators.pynccl_wrapper", wrapper)
     monkeypatch.setitem(sys.modules, f"{vllm}.weight_transfer.nccl_common", common)
-    port, groups = free_port("127.0.0.1"), {}
+    port, groups, disabled = free_port("127.0.0.1"), {}, False
 
     def join_as(rank):
         seat = Seat("127.0.0.1", port, rank, 3, SECRET)
-        groups[rank] = _nccl_group(seat, Connections(seat, HANG_S), torch.device("cuda", rank + 4), HANG_S)
+        try:
+            group = _nccl_group(seat, Connections(seat, HANG_S), torch.device("cuda", rank + 4), HANG_S)
+            groups[rank] = group.arguments
+        except UserError as error:
+            groups[rank] = str(error)
 
     in_threads(join_as, [(rank,) for rank in range(3)])
     assert groups == {rank: (group_id, rank, 3, rank + 4) for rank in range(3)}
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    disabled = True
+    in_threads(join_as, [(rank,) for rank in range(3)])
+    assert all("VLLM_DISABLE_PYNCCL=1 disables" in error for error in groups.values())
 
 
 def test_the_backend_follows_from_devices_and_hosts_unless_it_is_set():

@@ -336,7 +336,7 @@ def test_a_cancelled_caller_disturbs_no_other(monkeypatch):
     assert with_engine(monkeypatch, use).finished
 
 
-def test_this_vllm_has_the_nccl_functions_in_use():
+def test_this_vllm_has_the_nccl_functions_in_use(monkeypatch):
     """Its transport cannot be run without GPUs; see `test_transport` for the rest."""
     names = ["nccl_unique_id_bytes", "rank", "world_size", "device"]
     assert list(inspect.signature(uid_init_process_group).parameters) == names
@@ -345,6 +345,8 @@ def test_this_vllm_has_the_nccl_functions_in_use():
     group = PyNcclCommunicator
     assert list(inspect.signature(group.broadcast).parameters) == ["self", "tensor", "src", "stream"]
     assert list(inspect.signature(group.destroy).parameters) == ["self"]
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    assert uid_init_process_group(bytes(NCCL_UNIQUE_ID_BYTES), 0, 2, 0).disabled
 
 
 class Compiling(Engine):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.weight_sync import WeightSync
+from actors.weight_sync import TransferGroup, WeightSync
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
@@ -15,9 +15,7 @@ STEP_S = 0.1  # duration of the engine's call that others overlap
 
 
 class Engine:
-    """Runs one call after the other, as the engine's thread does. ``slow``: the calls that take `STEP_S`.
-    Refuses a second open update, as vLLM does.
-    """
+    """Runs one call after the other, as the engine's thread does. ``slow``: the calls that take `STEP_S`."""
 
     def __init__(self, policy, slow=()):
         self._policy, self._slow, self._thread = policy, slow, asyncio.Lock()
@@ -36,19 +34,23 @@ class Engine:
         await self._call("resume", lambda: vars(self).update(paused=False))
 
     async def start_weight_update(self):
-        def start():
-            if self.open:
-                raise RuntimeError("start_weight_update called while a weight update is already active")
-            self.open = True
-
-        await self._call("start", start)
+        await self._call("start", lambda: vars(self).update(open=True))
 
     async def update_weights(self, info):
         sent = self._policy.weights  # the ranks do nothing else meanwhile
-        await self._call("update", lambda: vars(self).update(weights=sent))
+
+        def update():
+            assert self.open
+            self.weights = sent
+
+        await self._call("update", update)
 
     async def finish_weight_update(self):
-        await self._call("finish", lambda: vars(self).update(open=False))
+        def finish():
+            assert self.open
+            self.open = False
+
+        await self._call("finish", finish)
 
     async def set_weight_version(self, version):
         await self._call("label", lambda: vars(self).update(version=version))
@@ -76,16 +78,14 @@ class Actor:
 class Group:
     """A transfer group without processes."""
 
-    name, on_ranks, parameters, bucket_bytes = "rollout", (), (), 1
+    on_ranks, parameters, bucket_bytes = (), (), 1
+    close = TransferGroup.close
 
-    def __init__(self, policy, workers):
-        self.policy, self.workers = policy, tuple(workers)
+    def __init__(self, policy, workers, name="rollout"):
+        self.policy, self.workers, self.name = policy, tuple(workers), name
 
-    async def reopen(self, workers, **_):
-        return Group(self.policy, workers)
-
-    async def close(self):
-        """Nothing is open."""
+    async def reopen(self, workers, *, name, **_):
+        return Group(self.policy, workers, name)
 
     async def send(self, receiving):
         await asyncio.gather(*receiving)
@@ -94,7 +94,9 @@ class Group:
 
 def policy_with(weights):
     team = SimpleNamespace(named=dict)
-    return SimpleNamespace(team=team, updates=0, adapter_scale=None, weights=weights)
+    return SimpleNamespace(
+        team=team, ranks=(), updates=0, sent_after=0, update_s=0, adapter_scale=None, weights=weights
+    )
 
 
 def worker_with(engine):
@@ -104,7 +106,7 @@ def worker_with(engine):
     return worker
 
 
-def test_an_update_that_is_repeated_while_the_engine_still_stops_is_opened_once():
+def test_an_update_may_be_repeated_while_the_engine_still_stops():
     """Another engine dies meanwhile: the driver repeats the sync at once."""
 
     async def overlapping():
@@ -169,7 +171,6 @@ def test_an_engine_that_reports_another_version_is_named_while_another_is_replac
 
     async def push_and_catch_up():
         policy = policy_with("a")
-        policy.update_s = policy.sent_after = 0
         actor = Actor(worker_with(Forgetful(policy)))
         named = {"rollout-0": Actor(worker_with(Engine(policy))), "rollout-1": actor}
         team = SimpleNamespace(named=lambda: named, alive=lambda: [actor], check=lambda: None)
@@ -179,3 +180,24 @@ def test_an_engine_that_reports_another_version_is_named_while_another_is_replac
                 await verb()
 
     asyncio.run(push_and_catch_up())
+
+
+def test_an_engine_that_joins_serves_without_waiting_for_an_update_of_the_ranks():
+    """They close its transfer group once they are idle."""
+
+    class Busy:
+        def __await__(self):
+            raise AssertionError("the ranks are in an update")
+
+    async def catch_up():
+        policy, closed = policy_with("a"), []
+        close = SimpleNamespace(remote=lambda name: (closed.append(name), Busy())[1])
+        policy.ranks = [SimpleNamespace(close_transfer=close)] * 2
+        engine = Engine(policy)
+        actor = Actor(worker_with(engine))
+        team = SimpleNamespace(named=lambda: {"rollout-0": actor})
+        await WeightSync(Group(policy, [actor]), SimpleNamespace(team=team), HANG_S).catch_up(actor)
+        assert (engine.version, engine.weights, engine.paused) == (0, "a", False)
+        assert closed == ["rollout restarted"] * 2
+
+    asyncio.run(catch_up())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from actors.workers.engine_thread import call_workers
 from grpo_dist.errors import TransferLost
@@ -31,13 +32,28 @@ class Worker:
     """vLLM's worker. ``fails``: what its weight update raises, once."""
 
     def __init__(self, rank, fails):
-        self.rank, self.fails = rank, fails
+        self.rank, self.fails, self._weight_update_active = rank, fails, False
 
     def start_weight_update(self):
+        if self._weight_update_active:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self._fail_once()
+        self._weight_update_active = True
+        return self.rank
+
+    def update_weights(self, update_info):
+        if not self._weight_update_active:
+            raise RuntimeError("start_weight_update must be called before update_weights")
+        try:
+            self._fail_once()
+        except BaseException:
+            self._weight_update_active = False
+            raise
+
+    def _fail_once(self):
         error, self.fails = self.fails, None
         if error is not None:
             raise error
-        return self.rank
 
 
 class TwoProcesses(Engine):
@@ -48,7 +64,8 @@ class TwoProcesses(Engine):
         self.processes = []
         for rank, error in enumerate(fails):
             process = object.__new__(WorkerProc)
-            process.worker, process.rank = Worker(rank, error), rank
+            process.worker, process.rank = WorkerWrapperBase(rank), rank
+            process.worker.worker = Worker(rank, error)
             process.use_async_scheduling, process.worker_response_mq = False, Replies()
             self.processes.append(process)
         self.executor = SimpleNamespace(
@@ -119,3 +136,16 @@ def test_calls_of_the_engines_thread_keep_the_type(monkeypatch):
 
     make = partial(TwoProcesses, TransferLost("first"), TransferLost("second"))
     assert with_engine(monkeypatch, use, make) == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_transfer_that_fails_in_one_process_is_restarted_in_both(monkeypatch, lost):
+    async def use(thread, engine):
+        await thread.start_weight_update()
+        engine.processes[lost].worker.worker.fails = TransferLost("gone")
+        with pytest.raises(TransferLost, match="gone"):
+            await thread.update_weights({})
+        await thread.start_weight_update()
+        await thread.update_weights({})
+
+    with_engine(monkeypatch, use, partial(TwoProcesses, None, None))
