@@ -197,6 +197,10 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
     settings, dtype = spec.rollout, resolve_dtype(spec.model.dtype, device)
     arguments: dict[str, Any] = {
         "model": spec.model_dir,
+        # Beside consolidated*.safetensors, "auto" would read Mistral's files, with other tensor names.
+        "tokenizer_mode": "hf",
+        "config_format": "hf",
+        "load_format": "hf",
         "dtype": str(dtype).removeprefix("torch."),
         "trust_remote_code": spec.model.trust_remote_code,
         "max_model_len": spec.max_length,

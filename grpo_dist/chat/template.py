@@ -1,4 +1,4 @@
-"""Renders conversations with a tokenizer's chat template, and encodes text.
+"""Reads tokenizers, renders conversations with their chat templates, and encodes text.
 
 Data is text: control tokens in it are broken by a space before it is rendered.
 
@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -28,6 +29,17 @@ _FEW = 50  # control tokens
 
 # What a template raises for messages or arguments that it rejects.
 REJECTED = (TemplateError, TypeError, ValueError)
+
+
+def read_tokenizer(model: str | Path, **options: Any) -> Any:
+    """Read a model's tokenizer as the engine does, from its Hugging Face files. ``options``: arguments of
+    `from_pretrained`.
+
+    Beside a tekken.json, transformers prefers the tokenizer of mistral_common, which has no chat template.
+    """
+    from transformers import AutoTokenizer  # slow to import
+
+    return AutoTokenizer.from_pretrained(model, mistral_format=False, **options)
 
 
 def render(
@@ -50,14 +62,15 @@ def render(
     """
     tools = arguments.get("tools", template_kwargs.get("tools"))
     to_message, clock = _message_format(tokenizer, tools, day)
-    return tokenizer.apply_chat_template(
-        list(map(to_message, messages)),
-        tokenize=False,
-        add_generation_prompt=open_turn,
-        **clock,
-        **template_kwargs,
-        **arguments,
-    )
+    settings = {"tokenize": False, "add_generation_prompt": open_turn, **clock}
+    chat = list(map(to_message, messages))
+    try:
+        return tokenizer.apply_chat_template(chat, **settings, **template_kwargs, **arguments)
+    except TypeError:  # DeepSeek's templates take the arguments of a tool call as JSON text alone
+        as_text = [convert_arguments(message, _dump_arguments) for message in chat]
+        if as_text == chat:
+            raise
+        return tokenizer.apply_chat_template(as_text, **settings, **template_kwargs, **arguments)
 
 
 def render_all(
@@ -80,6 +93,35 @@ def render_all(
             **template_kwargs,
         )
     )
+
+
+def convert_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return ``message`` with the arguments of its tool calls as ``convert`` returns them."""
+
+    def converted(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if "function" in call:
+            return {**call, "function": converted(call["function"])}
+        return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(converted, calls))} if isinstance(calls, list) else {**message}
+
+
+def parse_arguments(arguments: Any) -> Any:
+    """Return the object in JSON text, as OpenAI has arguments, because templates serialise them; other values
+    unchanged.
+    """
+    try:
+        value = json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _dump_arguments(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
 def is_of_library(tokenizer: Any) -> bool:

@@ -9,12 +9,15 @@ A row of a data file, such as JSON Lines or Parquet, is one of
     {"messages": [...]}                  a conversation that ends with the assistant's message: messages of
                                          the assistant are learned, `tool`, `user` and `system` are given
     {"conversations": [{"from": "human", "value": ...}, ...]}           the same in ShareGPT's format
+    {"prompt": [{"role": ..., ...}, ...], "completion": [{"role": ..., ...}, ...]}       the same in TRL's:
+                                         only the assistant's messages in `completion` are learned
 
-with optional `template_kwargs` for the chat template, e.g. {"tools": [...]}; `prefill`: untrained text before
-a `completion`, like `data.prefill`; and `special_tokens`: "keep" where messages contain intended special
-tokens, as a configured system prompt may. A `completion` is text, or a list of segments. Given segments, such
-as a tool's output, are read and never trained. The token that ends a sample is appended, see
-`grpo_dist.chat.ends`.
+with a system prompt in `system`, and optional keys: `template_kwargs`, or TRL's `chat_template_kwargs`, for
+the chat template, e.g. {"enable_thinking": false}; `tools`, a list of JSON schemas or its JSON text;
+`prefill`: untrained text before a `completion`, like `data.prefill`; and `special_tokens`: "keep" where
+messages contain intended special tokens, as a configured system prompt may. A `completion` is text, or a list
+of segments. Given segments, such as a tool's output, are read and never trained. The token that ends a sample
+is appended, see `grpo_dist.chat.ends`.
 
     {"prompt": "347*58=", "completion": [{"text": "```calculator\n347*58\n```\n"},
                                          {"text": "```output\n20126\n```\n", "given": true},
@@ -32,6 +35,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import islice, repeat
@@ -70,6 +74,7 @@ from grpo_dist.data.prompts import PromptFormat, render_messages
 from grpo_dist.data.readers import (
     LARGE,
     Locations,
+    drop_none,
     hash_of,
     hashes_of,
     is_conversation,
@@ -117,11 +122,13 @@ def read_completion(completion: Any) -> list[Segment]:
     return segments
 
 
-def check_answered(messages: Sequence[Message]) -> None:
-    """Raise ValueError for a conversation that does not end with an answer of the assistant."""
+def check_answered(messages: Sequence[Message], key: str) -> None:
+    """Raise ValueError for a conversation that does not end with an answer of the assistant. ``key``: of the
+    row.
+    """
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(
-            "`messages` without `completion` must end with the assistant's message after others; the "
+            f"`{key}` without `completion` must end with the assistant's message after others; the "
             f"assistant's messages are learned, and the last message has the role {messages[-1]['role']!r}"
         )
 
@@ -134,12 +141,14 @@ def conversation(
     *,
     day: date | None,
     keys: str,
+    first: int = 0,
 ) -> tuple[str, list[Segment]]:
     """Return the text before the assistant's first message, and the segments after it: the assistant's
     messages, each with its end token, and the given text of the chat template between them.
 
-    ``day``: see `render`. Raises ValueError for a template that rewrites earlier messages, ends a message
-    with another token, or rejects the messages.
+    ``day``: see `render`. ``first``: number of the first message of these; the text before it has earlier
+    ones. Raises ValueError for a template that rewrites earlier messages, ends a message with another token,
+    or rejects the messages.
     """
 
     def rendered(count: int, *, open_turn: bool) -> str:
@@ -148,7 +157,7 @@ def conversation(
 
     end_texts = [tokenizer.decode([token]) for token in sorted(ends.ids, key=lambda t: t != ends.learned)]
 
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     prompt = prefix = rendered(answers[0], open_turn=True)
     segments: list[Segment] = []
     for index in answers:
@@ -205,9 +214,10 @@ _dumped = json.encoder.encode_basestring_ascii  # encodes text as `json.dumps` d
 _DUMPED = '{{"completion": {}, "prompt": {}}}'  # `json.dumps` of a row with only these keys
 _LIMITS = {SFTConfig.section: "sft.max_length", Stream.section: "model.max_length"}
 _KEYS_OF_A_ROW = "the row's messages and `template_kwargs`"
+_GIVEN = "given_messages"  # key of a checked row: how many messages precede those of its completion
 # Optional keys of a row: their type, or their values, the default first.
 _OPTIONAL: dict[str, type | tuple[str, str]] = {
-    "system": str, "template_kwargs": dict, "prefill": str,
+    "system": str, "template_kwargs": dict, "chat_template_kwargs": dict, "prefill": str,
     "chat_template": ("model", "none"), "special_tokens": ("text", "keep"),
 }  # fmt: skip
 
@@ -573,23 +583,15 @@ def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return a row without keys that are None, as tables have them. Raises ValueError for a row in none of
     the forms above.
     """
-    record = {key: value for key, value in record.items() if value is not None}
-    if "messages" not in record and is_conversation(record.get("conversations")):
-        record["messages"] = record.pop("conversations")
-    if "messages" not in record and (not isinstance(record.get("prompt"), str) or not record["prompt"]):
+    record = {key: value for key, value in record.items() if value is not None and key != _GIVEN}
+    listed = ["messages"] if "messages" in record else []
+    listed += [key for key in ("conversations", "prompt") if is_conversation(record.get(key))]
+    name = listed[0] if listed else ""
+    if not name and (not isinstance(record.get("prompt"), str) or not record["prompt"]):
         raise ValueError(
             f"{where}: `prompt` is missing or not text; expected an object with `prompt` and `completion`, "
             "or with `messages`"
         )
-    try:
-        if "messages" in record:
-            record["messages"] = read_messages(record["messages"], "messages")
-            if "completion" not in record:
-                check_answered(record["messages"])
-        if "messages" not in record or "completion" in record:
-            read_completion(record.get("completion"))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     for key, expected in _OPTIONAL.items():
         value = record.get(key)
         if isinstance(expected, type) and not isinstance(value, expected | None):
@@ -597,6 +599,18 @@ def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if isinstance(expected, tuple) and value is not None and value not in expected:
             default, other = expected
             raise ValueError(f"{where}: `{key}` = {value!r}; expected {default} (the default) or {other}")
+    try:
+        if name:
+            _read_conversation(record, name)
+        if not name or "completion" in record:
+            record["completion"] = drop_none(record.get("completion"))
+            read_completion(record["completion"])
+        arguments = _read_tools(record.pop("tools", None))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    arguments |= drop_none(record.pop("chat_template_kwargs", {}) | record.get("template_kwargs", {}))
+    if arguments or "template_kwargs" in record:
+        record["template_kwargs"] = arguments
     if record.get("prefill") and "completion" not in record:
         raise ValueError(
             f"{where}: `prefill` without a `completion` that continues it; write the last answer there"
@@ -604,10 +618,37 @@ def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     doubled = [key for key in ("prompt", "system") if record.get(key)]
     if "messages" in record and (doubled or record.get("chat_template") == "none"):
         raise ValueError(
-            f"{where}: `messages` and `{(doubled or ['chat_template'])[0]}` exclude each other; give "
+            f"{where}: `{name}` and `{(doubled or ['chat_template'])[0]}` exclude each other; give "
             "the conversation once"
         )
     return record
+
+
+def _read_conversation(record: dict[str, Any], name: str) -> None:
+    """Replace the messages in the key ``name``, the row's system prompt and messages of its completion by
+    `messages`.
+    """
+    messages = read_messages(record.pop(name), name)
+    if record.get("system") and all(message["role"] != "system" for message in messages):
+        messages = [{"role": "system", "content": record.pop("system")}, *messages]
+    if is_conversation(record.get("completion")):
+        record[_GIVEN] = len(messages)
+        messages += read_messages(record.pop("completion"), "completion")
+    if "completion" not in record:
+        check_answered(messages, name)
+        record.pop("prompt", None)  # in UltraChat it repeats the first message
+    record["messages"] = messages
+
+
+def _read_tools(tools: Any) -> dict[str, Any]:
+    """Return the key `tools` of a row, a list or its JSON text, as arguments of the chat template."""
+    schemas = drop_none(tools)
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            schemas = json.loads(tools or "[]")
+    if not isinstance(schemas, list | None):
+        raise ValueError(f"`tools` = {str(tools)[:60]!r}; expected a list of JSON schemas, or its JSON text")
+    return {"tools": schemas} if schemas else {}
 
 
 class _Begun(NamedTuple):
@@ -648,8 +689,9 @@ class _Tokeniser:
                 self._check_parts(row, arguments)
             if "completion" not in row:
                 prompt, segments = conversation(
-                    row["messages"], self._tokenizer, arguments, ends, day=self._day, keys=_KEYS_OF_A_ROW
-                )
+                    row["messages"], self._tokenizer, arguments, ends,
+                    day=self._day, keys=_KEYS_OF_A_ROW, first=row.get(_GIVEN, 0),
+                )  # fmt: skip
             else:
                 prompt, segments = self._prompt(row, arguments, templated), read_completion(row["completion"])
         except ValueError as error:  # the chat template rejects the conversation

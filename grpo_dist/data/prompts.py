@@ -589,6 +589,8 @@ class _Thoughts:
         mentioned = _MENTIONED.search(template) if isinstance(template, str) else None
         self._tokenizer, self._mentioned = tokenizer, mentioned.group() if mentioned else ""
         self._scored, self._tags = prompt_format.scored_prefill, prompt_format.thought_tags
+        tags = "|".join(map(re.escape, (*_EITHER, *(self._tags or ()))))
+        self._words = re.split(tags, prompt_format.prefill)[-1]  # they continue a thought opened before them
         self._kept: dict[str, bool] = {}
 
     def detect_all(self, texts: Sequence[str]) -> list[Thought]:
@@ -609,7 +611,7 @@ class _Thoughts:
         ``text`` ends with the prefill. If decoding drops the closing tag, the end of a thought is invisible,
         so the prompt counts as opening no thought.
         """
-        thought = detect_thought(text, self._mentioned, self._tags)
+        thought = detect_thought(text.removesuffix(self._words), self._mentioned, self._tags)
         if self._scored:  # rewards see a completion that begins with the prefill
             before = detect_thought(text.removesuffix(self._scored), self._mentioned, self._tags)
             thought = Thought(thought.opening, thought.closing, before.prompt)

@@ -28,6 +28,7 @@ from typing import Any, Self
 import numpy as np
 import regex
 
+from grpo_dist.chat.template import convert_arguments, parse_arguments
 from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.config.text import fill, names_in
 from grpo_dist.data.columns import (
@@ -70,8 +71,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def read_messages(value: Any, column: str) -> list[Message]:
-    """Return messages as a chat template takes them. Drops keys that are None, also in tool calls: table rows
-    have the keys of all rows.
+    """Return messages as a chat template takes them, without keys that are None, also in tool calls, whose
+    arguments may be JSON text.
 
     Raises ValueError, which names the ``column``, for a value that is no list of messages, and for content
     other than text.
@@ -85,7 +86,7 @@ def read_messages(value: Any, column: str) -> list[Message]:
 
 
 def _message(number: int, message: Mapping[str, Any]) -> Message:
-    other_keys = {key: item for key, item in _json(message).items() if key not in ("from", "value")}
+    other_keys = {key: item for key, item in drop_none(message).items() if key not in ("from", "value")}
     role = message.get("role", message.get("from"))
     if not isinstance(role, str):
         raise ValueError(f"message {number} has the role {role!r}; {_EXPECTED}, both text")
@@ -98,15 +99,18 @@ def _message(number: int, message: Mapping[str, Any]) -> Message:
             f"message {number} has the content {str(content)[:60]!r}; {_EXPECTED}, both text (an assistant's "
             "message with `tool_calls` may have no `content`)"
         )
-    return other_keys | {"role": _ROLES.get(role, role), "content": content}
+    other_keys |= {"role": _ROLES.get(role, role), "content": content}
+    return convert_arguments(other_keys, parse_arguments)
 
 
-def _json(value: Any) -> Any:
-    """Convert ``value`` to JSON types, in which prompts are hashed and written; drops keys that are None."""
+def drop_none(value: Any) -> Any:
+    """Convert ``value`` to JSON types, in which prompts are hashed and written, without keys that are None:
+    rows of a table have the keys of all rows.
+    """
     if isinstance(value, Mapping):
-        return {key: _json(item) for key, item in value.items() if item is not None}
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_json(item) for item in value]
+        return [drop_none(item) for item in value]
     return value if isinstance(value, str | int | float | None) else str(value)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.chat.ends import sample_ends
+from grpo_dist.chat.template import read_tokenizer
 from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.checkpoint_format import CheckpointFormat, owners
 from grpo_dist.policy.lora import adapter_parameters, adapters, base_weights, find_base_model, write_adapter
@@ -71,9 +72,7 @@ def write_adapter_alone(
 
 
 def _write_tokenizer(directory: Path, tokenizer_dir: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer  # slow to import
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
+    tokenizer = read_tokenizer(tokenizer_dir, trust_remote_code=trust_remote_code)
     tokenizer.save_pretrained(directory)
     return tokenizer
 

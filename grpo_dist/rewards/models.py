@@ -44,7 +44,7 @@ from jaxtyping import Float, Float32, Int32
 from torch import Tensor, nn
 
 from grpo_dist.batch.sharding import micro_batches
-from grpo_dist.chat.template import encode
+from grpo_dist.chat.template import encode, read_tokenizer
 from grpo_dist.config.rewards import (
     MarkedStepsConfig,
     MathShepherdConfig,
@@ -568,9 +568,7 @@ def _check_format(settings: RewardModelConfig, config: Any, tokenizer: Any) -> N
 
 
 def _load_tokenizer(settings: RewardModelConfig) -> Any:
-    from transformers import AutoTokenizer  # heavy, as in `check_model`
-
-    return AutoTokenizer.from_pretrained(
+    return read_tokenizer(
         _source(settings), revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
 

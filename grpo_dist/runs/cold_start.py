@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
-from grpo_dist.chat.template import writes_date
+from grpo_dist.chat.template import read_tokenizer, writes_date
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import Demonstration, DemonstrationTable, contents, load_demonstrations
 from grpo_dist.demo.model import is_toy
@@ -51,9 +51,7 @@ def run_sft(
             "validation loss; remove it, or train with `grpo-dist sft` or a stage of a pipeline "
             "(`kind: sft`), on the policy's ranks"
         )
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer = read_tokenizer(model_dir)
     decides = identify_result(settings, model_dir, tokenizer, day)
     if "day" in decides:
         day = date.fromisoformat(decides["day"])

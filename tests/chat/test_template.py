@@ -12,6 +12,7 @@ from grpo_dist.chat.template import (
     PartsCheck,
     added_ids,
     encode_prompts,
+    read_tokenizer,
     render,
     writes_date,
     writes_text_as_it_is,
@@ -38,6 +39,24 @@ WITHOUT_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>"
     "{% elif m.role == 'assistant' %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
 )
+
+
+def test_the_tokenizer_of_a_mistral_model_has_its_chat_template(tmp_path):
+    tokenizer = templated_tokenizer(WITHOUT_SYSTEM, "<|end|>")
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tekken.json").write_text("{}")  # that of mistral_common, which vLLM installs
+    ours = read_tokenizer(tmp_path)
+    assert render(ours, [USER], {}, day=None) == "<|user|>user<|assistant|>"
+    assert ControlTokens(ours).ids == ControlTokens(tokenizer).ids
+
+
+def test_a_template_that_takes_arguments_as_text_gets_them_as_text():
+    tokenizer = templated_tokenizer(trl_templates()["deepseekv3"], "<｜end▁of▁sentence｜>")
+    text = render(tokenizer, [USER, CALL, RESULT], {}, day=None)
+    assert 'f\n```json\n{"x": "1"}\n```' in text
+    with pytest.raises(TypeError):  # for another reason
+        render(tokenizer, [USER, {**ANSWER, "content": 3}], {}, day=None)
 
 
 def rows(*problems):

@@ -10,8 +10,8 @@ from grpo_dist.data.readers import DataRow
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.scorer import Scorer
-from grpo_dist.rewards.thought import infer_thought, resolve_thought, strip_unclosed_thought
-from grpo_dist.types import Prompt, Thought
+from grpo_dist.rewards.thought import infer_thoughts, resolve_thought, strip_unclosed_thought
+from grpo_dist.types import Prompt, Rollout, Thought
 from tests.support.made_completions import completion_group, spec
 
 OPENS = Thought(prompt="opens")
@@ -63,6 +63,21 @@ def test_tags_of_the_configuration_are_found_at_the_end_of_a_prompt(end, prompt)
     assert build_prompt("<think>", thought_tags=("<T>", "</T>")).thought == Thought("<T>", "</T>", "opens")
 
 
+@pytest.mark.parametrize(
+    ("end", "prefill", "thought"),
+    [
+        ("<think>\n", "Okay, ", OPENS), ("", "<think>\nOkay, ", OPENS), ("", "Okay, ", Thought()),
+        ("<think>\n", "2+2</think>So ", Thought(prompt="closes")),
+        ("<think></think>", "So ", Thought(prompt="closes")),
+        ("", "<THINK>\nOkay, ", Thought("<THINK>", "</THINK>", "opens")),
+    ],
+)  # fmt: skip
+def test_words_of_a_prefill_continue_the_thought_before_them(end, prefill, thought):
+    assert build_prompt(end, prefill=prefill).thought == thought
+    scored = build_prompt(end, prefill=prefill, scored_prefill=prefill).thought
+    assert scored == replace(thought, prompt=build_prompt(end).thought.prompt)
+
+
 def test_a_closing_tag_that_decoding_drops_opens_nothing():
     class Loses:
         def __call__(self, text, **_):
@@ -106,9 +121,26 @@ def test_an_unclosed_thought_is_cut_off(completion, thought, outside):
     assert strip_unclosed_thought(completion, thought) == outside
 
 
-def test_completions_of_an_unknown_prompt_show_that_it_opened_their_thought():
-    assert infer_thought(["a \\boxed{4}", "b</think>4"], RewardsConfig()) == OPENS
-    assert infer_thought(["<think>a</think>4", "a"], RewardsConfig()) == Thought()
+@pytest.mark.parametrize(
+    ("groups", "opened"),
+    [
+        ([["a \\boxed{4}", "b</think>4"]], [True]),
+        ([["<think>a</think>4", "a"]], [False]),
+        ([["a</think>4", "b</think>4"], ["c \\boxed{4} ...", "d ..."]], [True, True]),  # "...": cut off
+        ([["a of `</think>`", "b"], ["c", "d ..."]], [True, False]),
+        ([["a ..."]], [False]),
+    ],
+)
+def test_completions_of_unknown_prompts_show_that_these_opened_their_thought(groups, opened):
+    rollouts = [
+        [
+            Rollout.without_tokens("", 0, text=text, finish_reason="length" if "..." in text else "stop")
+            for text in group
+        ]
+        for group in groups
+    ]
+    expected = [OPENS if is_open else Thought() for is_open in opened]
+    assert infer_thoughts(rollouts, RewardsConfig()) == expected
 
 
 GROUP = ("2+2</think>\\boxed{4}", "2+2 \\boxed{4}", "<think>2+2</think>\\boxed{4}")

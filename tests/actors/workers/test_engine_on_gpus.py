@@ -1,5 +1,6 @@
 """What vLLM makes of an engine's arguments on GPUs, by vLLM's own code on a machine without one."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,10 +13,14 @@ import vllm.config.parallel as parallel
 import vllm.platforms as platforms
 from vllm import envs
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.config.load import LoadConfig
 from vllm.config.model import _get_head_dtype
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
+from vllm.tokenizers.registry import resolve_tokenizer_args
+from vllm.transformers_utils.config import get_config
 from vllm.utils.torch_utils import set_torch_threads_for_runtime
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -33,6 +38,21 @@ class Gpus(type(current_platform)):
     @classmethod
     def device_count(cls):
         return 2
+
+
+def test_the_engine_reads_the_files_of_a_mistral_model_that_the_trainer_reads(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral", "hidden_size": 64}')
+    (tmp_path / "params.json").write_text('{"dim": 32}')
+    for name in ("model-00001-of-00001.safetensors", "consolidated.safetensors", "tekken.json"):
+        (tmp_path / name).touch()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    ours = EngineArgs(**arguments("cuda", model_dir=str(tmp_path)))
+    assert resolve_tokenizer_args(tmp_path, tokenizer_mode=ours.tokenizer_mode)[0] == "hf"
+    assert get_config(tmp_path, False, config_format=ours.config_format).hidden_size == 64
+    loader = DefaultModelLoader(LoadConfig(load_format=ours.load_format))
+    _, files, *_ = loader._prepare_weights(str(tmp_path), None, None, True, None)
+    assert [os.path.basename(file) for file in files] == ["model-00001-of-00001.safetensors"]
 
 
 @pytest.fixture
