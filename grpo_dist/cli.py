@@ -149,13 +149,8 @@ def _plan(
     bench: str | None,
     **assumed: Any,
 ) -> None:
-    from grpo_dist.config.files import load_config, read_tree
+    from grpo_dist.config.files import load_config
 
-    if "stages" in read_tree(Path(path)):
-        raise UserError(
-            f"{path}: plan does not support pipelines; `grpo-dist pipeline {path} --check` reports the "
-            "memory of each stage"
-        )
     config = load_config(path, overrides)
     from grpo_dist.tools.plan.command import plan
     from grpo_dist.tools.plan.options import Assumptions

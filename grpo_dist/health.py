@@ -202,7 +202,8 @@ class HealthWatch:
             )  # fmt: skip
 
     def examine(self, step: int, metrics: Mapping[str, float]) -> tuple[list[Bound], dict[str, float]]:
-        """Check the metrics of a finished step against the bounds, and update the state.
+        """Check the metrics of a finished step against the bounds, and update the state. A step that the run
+        was rolled back from has only the bounds of the run.
 
         Returns the exceeded bounds, and the counts to add to the metrics.
         """
@@ -214,7 +215,9 @@ class HealthWatch:
             IN_A_ROW: float(skipped),
             "health/idle_in_a_row": float(idle),
         }
-        bounds = make_bounds(settings, state, "batch", "update", "run")
+        bounds = make_bounds(settings, state, "run")
+        if step not in state.avoid:  # such a step has the same batch again, but was not trained on
+            bounds += make_bounds(settings, state, "batch", "update")
         alarms = passed(bounds, {**metrics, **counts})
         counts["health/alarms"] = float(len(alarms))
         norm, reward = metrics.get(GRAD_NORM, math.nan), metrics.get("reward/mean", math.nan)
@@ -294,12 +297,13 @@ class HealthWatch:
         return self._recorder.quarantine(step, groups)
 
     def _stop(self, step: int, problem: str, groups: list[Group], remedy: str) -> NoReturn:
-        """Quarantine the batch. Raises Rollback if `health.action` is rollback and its `max_rollbacks` allows
-        another one, else Unhealthy.
+        """Quarantine the batch. Raises Rollback if `health.action` is rollback, its `max_rollbacks` allows
+        another one, and the run was not rolled back from ``step`` before, else Unhealthy.
         """
         path = self._recorder.quarantine(step, groups)
-        action = self._settings.action
-        if isinstance(action, RollbackAction) and len(self.state.avoid) < action.max_rollbacks:
+        action, avoid = self._settings.action, self.state.avoid
+        most = action.max_rollbacks if isinstance(action, RollbackAction) else 0
+        if step not in avoid and len(avoid) < most:
             raise Rollback(f"{problem}; the batch is kept in {path}, and not trained on", step)
         raise Unhealthy(f"{problem}; the batch is kept in {path}. {remedy}")
 

@@ -124,6 +124,7 @@ class ReferenceWorker(Metered, Probeable):
     def load(self, path: str) -> None:
         """Load the weights that `save` wrote."""
         self._memory.forget()
+        self._average.clear()  # a rollback leaves those of later steps; a half-precision file has none
         saved = load_file(path, device=str(self._device))
         weights = dict(base_weights(self._module.model))
         for name, value in saved.items():

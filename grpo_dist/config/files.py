@@ -38,7 +38,7 @@ from grpo_dist.config import Config
 from grpo_dist.config.base import Choice, is_bare, tagged_unions
 from grpo_dist.config.messages import explain
 from grpo_dist.config.presets import PRESETS
-from grpo_dist.config.secrets import masked, masked_setting, masked_text
+from grpo_dist.config.secrets import HIDDEN, hidden_keys, masked, masked_setting, masked_text
 from grpo_dist.config.text import check_characters, check_key, check_yaml, escaped
 from grpo_dist.errors import UserError, expanded
 
@@ -59,10 +59,15 @@ class ConfigError(UserError):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read ``path``, its defaults and ``key=value`` overrides into the frozen tree.
 
-    Raises ConfigError for a missing or malformed file, an unknown key, a bad value, or values that
-    contradict.
+    Raises ConfigError for a missing or malformed file, a pipeline, an unknown key, a bad value, *** instead
+    of a secret, or values that contradict.
     """
-    return validated(apply_overrides(read_tree(Path(path)), overrides, Path(path)), path, Config)
+    return validated(apply_overrides(read_config(Path(path)), overrides, Path(path)), path, Config)
+
+
+def load_recorded(path: Path) -> Config:
+    """Read what `dump_config` wrote for a run, with *** for secrets. Raises ConfigError as `load_config`."""
+    return checked(_resolved(read_tree(path), path), path, Config)
 
 
 def is_override(text: str) -> bool:
@@ -85,13 +90,29 @@ def apply_overrides(tree: DictConfig, overrides: Sequence[str], path: Path) -> D
     return tree
 
 
-def validated(tree: DictConfig, where: str | Path, section: type[S]) -> S:
-    """Resolve interpolations of ``tree`` and validate it. Raises ConfigError that begins with ``where``."""
+def validated(tree: DictConfig, where: str | Path, section: type[S], *, unread: tuple[str, ...] = ()) -> S:
+    """Resolve interpolations of ``tree`` and validate it. Raises ConfigError that begins with ``where``.
+
+    Refuses *** instead of a secret, except in keys that begin with one of ``unread``.
+    """
+    plain = _resolved(tree, where)
+    config = checked(plain, where, section)
+    if hidden := [key for key in hidden_keys(plain) if not key.startswith(unread)]:
+        keys = ", ".join(f"`{key}`" for key in hidden)
+        raise ConfigError(
+            f"{where}: {HIDDEN} in {keys} stands for a secret that a recorded configuration does not hold; "
+            "set it again: null where the code reads the environment itself, or '${oc.env:NAME}' for the "
+            "value of the variable NAME"
+        )
+    return config
+
+
+def _resolved(tree: DictConfig, where: str | Path) -> Any:
+    """Return ``tree`` as plain mappings and lists, with interpolations resolved."""
     try:
-        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, RecursionError, ValueError) as error:
         raise ConfigError(f"{where}: {parser_reason(error)}") from error
-    return checked(plain, where, section)
 
 
 def checked(plain: Any, where: str | Path, section: type[S]) -> S:
@@ -132,6 +153,18 @@ def dump_config(config: Config) -> str:
 def to_yaml(plain: Any) -> str:
     """Return resolved settings, plain mappings and lists, as YAML that `load_config` reads unchanged."""
     return OmegaConf.to_yaml(OmegaConf.create(escaped(plain)))
+
+
+def read_config(path: Path) -> DictConfig:
+    """Return `read_tree` of the configuration of one run. Raises ConfigError for a pipeline."""
+    tree = read_tree(path)
+    if "stages" in tree:
+        raise ConfigError(
+            f"{path}: a pipeline; expected the configuration of one run. `grpo-dist pipeline {path}` runs "
+            "it, and with --check reports problems and the memory of each stage; on a cluster submit its "
+            "stages in turn with --after, or all as one job of Slurm (launch/README.md)"
+        )
+    return tree
 
 
 def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:

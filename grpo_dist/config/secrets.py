@@ -210,6 +210,14 @@ def secret_keys(tree: Any) -> list[str]:
     return [key for key in before if before[key] != after[key]]
 
 
+def hidden_keys(tree: Any) -> list[str]:
+    """Return the dotted keys of ``tree`` in which `masked` has hidden a secret."""
+    if HIDDEN not in str(tree):
+        return []
+    before, after = flat(tree), flat(masked(tree))
+    return [key for key in secret_keys(tree) if before[key] == after[key]]
+
+
 def _changed(value: Any, masked_value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for key in value:

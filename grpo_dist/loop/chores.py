@@ -22,7 +22,7 @@ from grpo_dist.loop.groups import ScoredBatch
 from grpo_dist.loop.ledger import ledger_entry
 from grpo_dist.loop.metrics import StagedCounts, UserMetrics, throughput_metrics, trained_metrics
 from grpo_dist.loop.pipeline import Pipeline
-from grpo_dist.loop.progress import Progress
+from grpo_dist.loop.progress import Progress, ends_early
 from grpo_dist.loop.sampling_schedule import KLController
 from grpo_dist.loop.staging import Staged, Staging
 from grpo_dist.plugins.inputs import MetricInputs
@@ -121,18 +121,8 @@ class StepChores:
             self._recorder.note(f"the checkpoint of step {step} is the best: {name} = {metrics[name]:.6g}")
 
     def ends_early(self, step: int) -> str:
-        """Return why the run ends after ``step``, by `checkpoint.patience` or `target`; "": it goes on."""
-        settings = self._config.checkpoint
-        if self._best is None:
-            return ""
-        best, value = self._best
-        highest = f"{settings.keep_best} = {value:.6g} of step {best}"
-        if settings.target is not None and value >= settings.target:
-            return f"{highest} has reached `checkpoint.target` = {settings.target:g}"
-        every = self._config.evaluation.every
-        if settings.patience is not None and every and step // every - best // every >= settings.patience:
-            return f"{highest} was not exceeded by {settings.patience} evaluations (`checkpoint.patience`)"
-        return ""
+        """Return why the run ends after ``step``; "": it goes on."""
+        return ends_early(self._config, step, self._best)
 
     async def _save_where_due(self, step: int) -> None:
         """Save after ``step`` if due by steps, by time or as the best, or if a policy node is being drained.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grpo_dist.algorithms.moments import Moments
+from grpo_dist.config import Config
 from grpo_dist.data.order import OrderState
 from grpo_dist.health import HealthState
 from grpo_dist.types import Group, Sampling
@@ -73,3 +74,20 @@ class Progress:
     rewards: Moments = field(default_factory=Moments)
     evaluations: tuple[int, ...] = ()
     best: tuple[int, float] | None = None
+
+
+def ends_early(config: Config, step: int, best: tuple[int, float] | None) -> str:
+    """Return why a run ends after ``step``, by `checkpoint.patience` or `target`; "": it goes on. ``best``:
+    see `Progress`.
+    """
+    settings = config.checkpoint
+    if best is None:
+        return ""
+    at, value = best
+    highest = f"{settings.keep_best} = {value:.6g} of step {at}"
+    if settings.target is not None and value >= settings.target:
+        return f"{highest} has reached `checkpoint.target` = {settings.target:g}"
+    every = config.evaluation.every
+    if settings.patience is not None and every and step // every - at // every >= settings.patience:
+        return f"{highest} was not exceeded by {settings.patience} evaluations (`checkpoint.patience`)"
+    return ""

@@ -29,7 +29,7 @@ _REPEATED = [
     "uid", "source", "problem", "answer", "outcome", "finish_reason", "temperature", "max_new_tokens",
     "policy_versions.list.element",
 ]  # fmt: skip
-_OF_PROMPTS = ("source", "problem", "answer", "prompt_ids")  # columns for readers of the file
+_OF_PROMPTS = ("source", "problem", "answer", "thought", "prompt_ids")  # columns for readers of the file
 _OF_TOKENS = ("advantages", "ref_logprobs", "trainer_logprobs")
 _FLOATS, _INTS, _BOOLS = pa.list_(pa.float32()), pa.list_(pa.int32()), pa.list_(pa.bool_())
 _CALL = pa.struct(
@@ -46,6 +46,7 @@ _TURN = pa.struct(
         "thought": pa.string(),  # tables of earlier versions have none
     }.items()
 )
+_THOUGHT = pa.struct({name: pa.string() for name in ("opening", "closing", "prompt")}.items())
 _ROUTES = pa.struct({"dtype": pa.string(), "shape": _INTS, "bytes": pa.binary()}.items())
 _KEPT = pa.struct(
     {"counts": pa.binary(), "ids": pa.binary(), "bits": pa.binary(), "width": pa.int32()}.items()
@@ -192,6 +193,7 @@ def _table(groups: Sequence[Group], values: ValuesOfSamples, further: _FurtherCo
         "source": repeat((g.prompt.source for g in groups), pa.string()),
         "problem": repeat((g.prompt.text for g in groups), pa.string()),
         "answer": repeat((g.prompt.answer for g in groups), pa.string()),
+        "thought": repeat((record_to_dict(g.prompt.thought) for g in groups), _THOUGHT),
         "sample": pa.array([r.sample for r in rollouts], pa.int32()),
         "completion": pa.array([r.text for r in rollouts], pa.string()),
         "reward": _concatenate([g.rewards for g in groups], pa.float32()),

@@ -206,28 +206,34 @@ class Tracker(Recorder):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _LOGGER.removeHandler(self._warned)
-        if isinstance(error, Exception) and not isinstance(error, Preempted):
-            cause = find_cause(error)
-            text = str(cause) if isinstance(cause, RunEnded | UserError) else raised(cause)
-            self.note(f"the run ended: {masked(text)}")
-        self._stages.end(failed=error is not None)
         failed = error
         try:
-            with stage("tables", quiet=True):
-                self._writer.close()
-        except Exception as table_error:
+            try:
+                if isinstance(error, Exception) and not isinstance(error, Preempted):
+                    cause = find_cause(error)
+                    text = str(cause) if isinstance(cause, RunEnded | UserError) else raised(cause)
+                    self.note(f"the run ended: {masked(text)}")
+            finally:
+                self._stages.end(failed=error is not None)
+                with stage("tables", quiet=True):
+                    self._writer.close()
+        except Exception as write_error:
             if failed is None:  # else the run already ends with another error
-                failed = table_error
+                failed = write_error
                 raise
         finally:
-            with stage("trackers", quiet=True):
-                self._close(failed=failed is not None)
-            if isinstance(failed, Exception) and not isinstance(failed, RunEnded):
-                check_room(self.directory, failed)
+            try:
+                with stage("trackers", quiet=True):
+                    self._close(failed=failed is not None)
+            finally:
+                if isinstance(failed, Exception) and not isinstance(failed, RunEnded):
+                    check_room(self.directory, failed)
 
     def _close(self, *, failed: bool) -> None:
-        close_all(self._sinks, failed=failed)
-        self._show(lambda console: console.close(failed=failed))
+        try:
+            close_all(self._sinks, failed=failed)
+        finally:
+            self._show(lambda console: console.close(failed=failed))
 
 
 def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, _Opener]:

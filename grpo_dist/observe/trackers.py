@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -184,12 +184,13 @@ class AsyncSink:
 
 
 def close_all(sinks: Sequence[AsyncSink], *, failed: bool) -> None:
-    """Close all sinks, within one deadline."""
+    """Close all sinks, within one deadline. Raises the error of a warning that cannot be written."""
     deadline = time.monotonic() + _CLOSE_S
     for sink in sinks:
         sink.end(failed=failed)
-    for sink in sinks:
-        sink.join(deadline)
+    with ExitStack() as stack:
+        for sink in sinks:
+            stack.callback(sink.join, deadline)
 
 
 class TensorBoard:

@@ -33,18 +33,29 @@ def thought_of_answer(rollout: Rollout, thought: Thought) -> Thought:
     return replace(thought, prompt=part)
 
 
-def infer_thought(completions: Sequence[str], settings: RewardsConfig) -> Thought:
-    """Infer the thought of completions whose prompt is unknown.
+def infer_thoughts(groups: Sequence[Sequence[Rollout]], settings: RewardsConfig) -> list[Thought]:
+    """Infer the thought of each of ``groups`` of one source, whose prompts are unknown.
 
-    The prompt opened it if a completion closes a thought that it did not open.
+    The prompt opened it if a completion of the group closes a thought that it did not open, or if most do of
+    the source's completions that were not cut off: all of a group may be.
     """
     thought = resolve_thought(Thought(), settings)
     opening, closing = _patterns(thought.opening, thought.closing)
-    for completion in completions:
-        closed = closing.search(completion)
-        if closed and not opening.search(completion[: closed.start()]):
-            return Thought(thought.opening, thought.closing, "opens")
-    return thought
+
+    def is_continued(rollout: Rollout) -> bool:
+        closed = closing.search(rollout.text)
+        return closed is not None and not opening.search(rollout.text, 0, closed.start())
+
+    continued = [[is_continued(rollout) for rollout in group] for group in groups]
+    whole = [
+        is_one
+        for group, of_group in zip(groups, continued, strict=True)
+        for rollout, is_one in zip(group, of_group, strict=True)
+        if rollout.finish_reason not in ("length", "error")
+    ]
+    opens = replace(thought, prompt="opens")
+    most = 2 * sum(whole) > len(whole)
+    return [opens if most or any(of_group) else thought for of_group in continued]
 
 
 def strip_unclosed_thought(completion: str, thought: Thought = NO_THOUGHT) -> str:

@@ -7,9 +7,9 @@ and whether and where a run resumes from it.
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0), of whole
                         and of unfinished batches
         state.json      step, fingerprints of configuration, data, their origin and columns, KL coefficient,
-                        prompts taken and their order, sampling of launched batches, hashes of user code,
-                        tracker run id, state of the health checks, moments of all rewards so far,
-                        unfinished evaluations
+                        prompts taken and their order, sampling of launched batches, hashes of user code
+                        and models, tracker run id, state of the health checks, moments of all rewards so
+                        far, unfinished evaluations
         config.yaml     the configuration of the run
         manifest.json   size and checksum of every other file
 
@@ -42,12 +42,13 @@ from pydantic import TypeAdapter
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import CheckpointConfig, Config, PolicyConfig
 from grpo_dist.config.files import dump_config
+from grpo_dist.config.sampling import AdaptiveLength
 from grpo_dist.config.secrets import secret_keys
 from grpo_dist.data.columns import ByUid
 from grpo_dist.data.order import OrderState
 from grpo_dist.errors import UserError
 from grpo_dist.health import HealthState
-from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
+from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState, ends_early
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.plugins.user_code import changed_code
 from grpo_dist.runs.identity import (
@@ -75,6 +76,7 @@ _THREADS = 8  # hashing releases the GIL
 CHECKPOINTS = "checkpoints"  # in a run directory
 REFERENCE = "reference.safetensors"
 STATE = "state.json"
+_MODEL = "model.path"
 _PARTIAL = ".partial_"
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -178,6 +180,7 @@ class CheckpointState:
     columns: str | None = None  # digest of the training prompts' columns
     origin: Mapping[str, Any] | None = None  # `DataOrigin` of the training prompts
     best: Sequence[float] | None = None  # step and value, with `checkpoint.keep_best`
+    models: Mapping[str, str] = field(default_factory=dict)  # `RunInputs.model_digests` at the start
 
 
 class Checkpoints:
@@ -192,14 +195,17 @@ class Checkpoints:
         identity: Config | None = None,
         wandb_id: str | None = None,
         origin: DataOrigin | None = None,
+        models: Mapping[str, str] | None = None,
     ) -> None:
-        """``identity``: see `load_state`. ``origin``: of ``prompts``, see `check_data`."""
+        """``identity``: see `load_state`. ``origin``: of ``prompts``, see `check_data`. ``models``: see
+        `check_models`.
+        """
+        self._models = models or {}
         self._origin = None if origin is None else asdict(origin)
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
         self._fingerprint = fingerprint(identity or config)
         self._data, self._columns = data_digest(prompts), columns_digest(prompts)
-        # Hashed now: files that change later are not the imported ones.
-        self._code = digest_run_code(config)
+        self._code, self._warned_of_code = digest_run_code(config), False
         self._writing: asyncio.Task[None] | None = None
         self._saves = count()
 
@@ -248,6 +254,7 @@ class Checkpoints:
         """Write the driver's part and rename the directory, unless the save is ``abandoned`` first. Runs in a
         thread: the loop keeps receiving.
         """
+        self._warn_of_changed_code()
         pipeline = progress.pipeline
         for number, batch in pipeline.ahead.items():
             write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups, for_training=True)
@@ -274,6 +281,7 @@ class Checkpoints:
             self._columns,
             self._origin,
             progress.best,
+            self._models,
         )
         (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
@@ -291,6 +299,23 @@ class Checkpoints:
         clear(final)
         publish(partial, final)
         self._prune(step, best=progress.best[0] if progress.best else None)
+
+    def _warn_of_changed_code(self) -> None:
+        """Warn once where the user's code is no longer that of the start: later processes import it."""
+        if self._warned_of_code:
+            return
+        try:
+            changed = changed_code(self._code, digest_run_code(self._config))
+        except (OSError, ValueError) as error:  # a file or a package is gone
+            changed = [str(error)]
+        if changed:
+            self._warned_of_code = True
+            logger.warning(
+                "your own code has changed during the run: %s. Processes that the run replaces, such as "
+                "graders, run the new code, so the numbers of one step may come from two programs; restore "
+                "the code, and try changes in a copy of it",
+                ", ".join(changed),
+            )
 
     def _prune(self, step: int, *, best: int | None) -> None:
         """Delete all but the newest `checkpoint.keep` checkpoints up to ``step``, and step ``best``.
@@ -385,8 +410,18 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
 
     Raises ValueError when the checkpoint is damaged, or when a run of ``config`` would give other results.
     """
+    state = read_state(checkpoint)
+    changed = changes_since(checkpoint, config)
+    if state.fingerprint != fingerprint(config):
+        _check_changes(checkpoint, changed, config)
+    _check_sharding(checkpoint, changed or [], config.policy)
+    return _apply_new_settings(state, changed or [], config)
+
+
+def read_state(checkpoint: Path) -> CheckpointState:
+    """Return the driver's state from ``checkpoint`` of any run. Raises ValueError if it cannot be read."""
     try:
-        state = CheckpointState(**json.loads((checkpoint / STATE).read_text()))
+        return CheckpointState(**json.loads((checkpoint / STATE).read_text()))
     except TypeError as error:
         raise ValueError(
             f"{checkpoint}: made by another version of grpo-dist ({error}); resume with that version, choose "
@@ -397,10 +432,12 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the "
             "checkpoint before it"
         ) from error
-    changed = changes_since(checkpoint, config)
-    if state.fingerprint != fingerprint(config):
-        _check_changes(checkpoint, changed, config)
-    _check_sharding(checkpoint, changed or [], config.policy)
+
+
+def check_code(checkpoint: Path, state: CheckpointState, config: Config) -> None:
+    """Raise ValueError where the user's code is another than that of ``checkpoint`` with its ``state``, and
+    `checkpoint.changed_code` is refuse. Within a job it does not matter: its processes have imported theirs.
+    """
     code = changed_code(state.code, digest_run_code(config))
     if code and config.checkpoint.changed_code == "refuse":
         raise ValueError(
@@ -408,7 +445,6 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "of the run would come from two programs. Restore the code, choose another `name`, or set "
             "`checkpoint.changed_code=warn` or `checkpoint.resume=never`"
         )
-    return _apply_new_settings(state, changed or [], config)
 
 
 def _check_changes(checkpoint: Path, changed: Sequence[Change] | None, config: Config) -> None:
@@ -445,29 +481,33 @@ _BEST_OF = (  # what an evaluation measures, by key prefix
 
 def _apply_new_settings(state: CheckpointState, changed: Sequence[Change], config: Config) -> CheckpointState:
     """Return ``state`` without values that a change replaces: the KL weight, the length limit of launched
-    batches, and the best evaluation, where another set, setting or metric is compared.
+    batches, and the best evaluation, where another set, setting or metric is compared. An adaptive length
+    stays as far as its new limits allow.
     """
-    if any(f"{change.key}.".startswith(_BEST_OF) for change in changed):
+    if any(f"{change.key}.".startswith(_BEST_OF) or change.is_of_source_rewards for change in changed):
         state = replace(state, best=None)
     keys = {change.key for change in changed if change.is_recorded}
     if "algorithm.kl.coef" in keys:
         state = replace(state, kl_coef=None)
     if any(key.startswith("sampling.max_new_tokens") for key in keys):
-        limit = config.sampling.longest
+        limit, setting = config.sampling.longest, config.sampling.max_new_tokens
+        length = None
+        if isinstance(setting, AdaptiveLength) and (was := state.schedule.get("max_new_tokens")):
+            length = min(max(was, setting.start), setting.largest)
         sampling = {
             batch: sampled | {"max_new_tokens": min(sampled["max_new_tokens"], limit)}
             for batch, sampled in state.sampling.items()
         }
-        state = replace(state, sampling=sampling, schedule={**state.schedule, "max_new_tokens": None})
+        state = replace(state, sampling=sampling, schedule={**state.schedule, "max_new_tokens": length})
     return state
 
 
 def recorded_changes(since: Sequence[Change] | None, step: int) -> Iterator[str]:
     """Yield a message for each setting with another value after ``step``."""
     for change in since or ():
-        # Of a held-out set that is new or gone, the path says so.
-        is_set = change.key.startswith("data.eval.") and (
-            change.key.endswith(".path") or None not in (change.was, change.now)
+        # Of a held-out set or its reward that is new or gone, the path or function says so.
+        is_set = (change.key.startswith("data.eval.") or change.is_of_source_rewards) and (
+            change.key.endswith((".path", ".function")) or None not in (change.was, change.now)
         )
         if is_set or change.is_recorded or change.key.startswith(("evaluation.", "health.")):
             yield f"after step {step} `{change.key}` = {change.now}, before {change.was}"
@@ -493,8 +533,7 @@ def other_code(checkpoint: Path, hashes: Mapping[str, str]) -> str:
     """Describe changes of the user's code since ``checkpoint`` was written, for a message; "" without any.
     ``hashes``: `digest_run_code` now.
     """
-    state = CheckpointState(**json.loads((checkpoint / STATE).read_text()))
-    changed = changed_code(state.code, hashes)
+    changed = changed_code(read_state(checkpoint).code, hashes)
     return f"warning: your own code has changed since: {', '.join(changed)}" if changed else ""
 
 
@@ -568,6 +607,27 @@ def check_data(
         )
 
 
+def check_models(
+    checkpoint: Path, state: CheckpointState, models: Mapping[str, str], config: Config
+) -> list[str]:
+    """Return a warning for each frozen model with other weights than when the run began. ``models``:
+    `RunInputs.model_digests` now. Raises ValueError if the checkpoint has adapters for other weights.
+    """
+    changed = [key for key, digest in models.items() if state.models.get(key, digest) != digest]
+    if _MODEL in changed and config.policy.lora is not None:
+        raise ValueError(
+            f"{checkpoint}: `{_MODEL}` = {config.model.path} has other weights than when the run began, and "
+            "the checkpoint has adapters for those. Restore the files (`model.revision` chooses a commit of "
+            "a hub model), choose another `name`, or set `checkpoint.resume=never`"
+        )
+    return [
+        f"warning: `{key}` has other weights than when the run began: from step {state.step} on, its "
+        "log-probs are of another model; restore its files, or choose another `name`"
+        for key in changed
+        if key != _MODEL or config.needs_reference
+    ]
+
+
 def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> Progress:
     """Return the driver's progress: all state but the weights, with the batches sampled ahead."""
     by_uid = ByUid(prompts)
@@ -585,8 +645,11 @@ def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Pr
     lengths = {name: (tokens, samples) for name, (tokens, samples) in state.lengths.items()}
     pipeline = PipelineState(ahead, unfinished, taken, order_state(state), sampling, schedule, lengths)
     due = tuple(state.evaluations)
-    best = None if state.best is None else (int(state.best[0]), float(state.best[1]))
-    return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards, due, best)
+    return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards, due, _best(state))
+
+
+def _best(state: CheckpointState) -> tuple[int, float] | None:
+    return None if state.best is None else (int(state.best[0]), float(state.best[1]))
 
 
 def order_state(state: CheckpointState) -> OrderState:
@@ -605,16 +668,34 @@ def find_resume_state(
     resumes = config.checkpoint.resume == "auto"
     newest = newest_whole(run_dir / CHECKPOINTS, say) if resumes else None
     state = load_state(newest, identity) if newest else None
-    check_unfinished(config.steps, run_dir, state.step if state else 0)
+    if newest and state:
+        check_code(newest, state, identity)
+    check_unfinished(config, run_dir, state.step if state else 0)
     check_exportable(config.checkpoint, run_dir)
     return newest, state
 
 
-def check_unfinished(steps: int, run_dir: Path, step: int) -> None:
+def why_ended_early(config: Config, run_dir: Path) -> str:
+    """Return why the finished run in ``run_dir`` ended before `steps`; "" if it did not, ``config`` lets it
+    go on, or its last checkpoint cannot be read.
+    """
+    done = finished_steps(run_dir)
+    checkpoint = run_dir / CHECKPOINTS / f"step_{done or 0:06d}"
+    if done is None or done >= config.steps:
+        return ""
+    try:
+        state = read_state(checkpoint)
+    except ValueError:  # a resume says so, and uses the checkpoint before it
+        return ""
+    changed = changes_since(checkpoint, config) or []
+    return ends_early(config, done, _best(_apply_new_settings(state, changed, config)))
+
+
+def check_unfinished(config: Config, run_dir: Path, step: int) -> None:
     """Raise UserError if the run in ``run_dir``, with ``step`` steps done by its newest checkpoint (0: there
     is none), has nothing left to do, or would begin again in the directory of a complete run.
     """
-    done = finished_steps(run_dir)
+    done, steps = finished_steps(run_dir), config.steps
     if done is not None and step == 0:
         raise UserError(
             f"{run_dir}: the run is complete ({done} steps), and {run_dir / CHECKPOINTS} has no checkpoint "
@@ -630,6 +711,11 @@ def check_unfinished(steps: int, run_dir: Path, step: int) -> None:
         raise UserError(
             f"{run_dir}: the run is complete ({step} steps); choose another `name`, or set "
             "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to continue it)"
+        )
+    if done == step and (reason := why_ended_early(config, run_dir)):
+        raise UserError(
+            f"{run_dir}: the run is complete ({step} steps: {reason}); choose another `name`, change that "
+            "setting to continue it, or set checkpoint.resume=never"
         )
 
 

@@ -121,6 +121,11 @@ class Change:
         return any(fnmatchcase(f"{self.key}.", f"{pattern}.*") for pattern in _RECORDED)
 
     @property
+    def is_of_source_rewards(self) -> bool:
+        """Return whether it changes the rewards of a single source, which may be a held-out set."""
+        return self.key.startswith("rewards.by_source.") and ".trial." not in f"{self.key}."
+
+    @property
     def reason(self) -> str:
         """Return why a resumed run cannot make it."""
         two_algorithms = "the steps before and after it would be of two algorithms"
@@ -147,9 +152,16 @@ def _decides(key: str, config: Config) -> bool:
         return key == "health.min_signal_groups"
     if section == "sft":
         return config.model.path == "sft" and name not in FREE_SFT
+    if section == "rewards" and name.startswith("by_source") and not _is_of_training(name, config.data):
+        return False
     is_free = any(fnmatchcase(f"{key}.", f"{pattern}.*") for pattern in _FREE_KEYS)
     is_free = is_free or section in _FREE or _COMPARED.fullmatch(key) is not None
     return not is_free and not Change(key, None, None).is_layout
+
+
+def _is_of_training(name: str, data: DataConfig) -> bool:
+    """Return whether ``name``, a key of `rewards`, belongs to a training source in `rewards.by_source`."""
+    return any(f"{name}.".startswith(f"by_source.{source.label}.") for source in data.train)
 
 
 def _depends_on_steps(config: Config) -> bool:
@@ -299,7 +311,10 @@ def digest_run_code(config: Config) -> dict[str, str]:
     """
     trained = config.data.model_copy(update={"eval": ()})
     components = config.model_copy(update={"data": trained}).user_components
-    return _digest([c for c in components if c.kind not in (METRIC, SINK)], config.rewards, trained)
+    labels = {source.label for source in trained.train}
+    by_source = {name: rewards for name, rewards in config.rewards.by_source.items() if name in labels}
+    rewards = config.rewards.model_copy(update={"by_source": by_source})
+    return _digest([c for c in components if c.kind not in (METRIC, SINK)], rewards, trained)
 
 
 def digest_sampling_code(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.chat.template import read_tokenizer
 from grpo_dist.config import Config, ModelConfig, SFTConfig
-from grpo_dist.config.files import load_config
+from grpo_dist.config.files import load_recorded
 from grpo_dist.data.sources import find_hub_failure
 from grpo_dist.demo.model import cached_model, random_model
 from grpo_dist.errors import expanded, searched
+from grpo_dist.policy.full_weights import EXPORT_LIST
 from grpo_dist.policy.lora import BASE, apply_start_adapter, record_base
 from grpo_dist.policy.text_model import usable_model
 from grpo_dist.runs.checkpoint import MANIFEST
 from grpo_dist.runs.cold_start import run_sft
+from grpo_dist.runs.run_directory import recorded_settings
 from grpo_dist.runs.run_weights import find_checkpoint, is_supervised_run, load_weights, write_loaded
 from grpo_dist.runs.start_checks import readable_model
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import quiet_libraries
-from grpo_dist.runtime.model_files import cached, describe_gguf, fingerprint, is_checkpoint
+from grpo_dist.runtime.model_files import cached, describe_gguf, fingerprint, is_checkpoint, split_reference
 
 _VERSION = 2  # raise it when models exported from checkpoints change
 _TEMPLATED_VERSION = 1  # raise it when the files of `set_chat_template` change
+_UNREAD = ["*.bin", "*.pth", "*.gguf", "consolidated*"]  # the last: Mistral's second copy of the weights
 
 
 def resolve_model(
@@ -52,6 +56,8 @@ def resolve_model(
         assert sft is not None  # the configuration was checked
         base = sft_model(sft, model.chat_template, say)
         return run_sft(sft, base, say, day=day) if train_first else base
+    if model.adapter is not None:
+        _check_not_merged(model.path, model.adapter, key)
     base = _named_model(model, seed, say, trains=trains, key=key)
     if model.adapter is None:
         return set_chat_template(base, model.chat_template)
@@ -61,6 +67,24 @@ def resolve_model(
     if not trains_adapter:
         say(f"{where}: merged into a copy of the weights, {merged}")
     return set_chat_template(merged, model.chat_template)
+
+
+def _check_not_merged(path: str, adapter: str, key: str) -> None:
+    """Raise ValueError if the model ``path`` is a checkpoint or export of a run that began with ``adapter``,
+    and contains it. ``key``: the model's, for messages.
+    """
+    runs: Sequence[Path] = ()
+    if is_checkpoint(path):
+        runs = [split_reference(path)[0]]
+    elif (expanded(path) / EXPORT_LIST).is_file():
+        runs = expanded(path).absolute().parents[:2]  # RUN/model, RUN/export/NAME
+    for run in runs:
+        recorded = recorded_settings(run).get("model.adapter")
+        if recorded and expanded(str(recorded)).absolute() == expanded(adapter).absolute():
+            raise ValueError(
+                f"model.adapter = {adapter}: {key} = {path} contains it, since the run {run} began with "
+                "it; set model.adapter=null"
+            )
 
 
 def starting_model(config: Config, run_dir: Path, say: Callable[[str], None]) -> Path:
@@ -142,7 +166,7 @@ def _checkpoint_model(path: str, say: Callable[[str], None]) -> Path:
     adapters merged, and also in `adapter`. Raises ValueError if the checkpoint is missing or damaged.
     """
     checkpoint = find_checkpoint(path, say)
-    config = load_config(checkpoint / "config.yaml")
+    config = load_recorded(checkpoint / "config.yaml")
     decides = {"version": _VERSION, "checkpoint": fingerprint(checkpoint / MANIFEST)}
 
     def write(directory: Path) -> None:
@@ -158,9 +182,7 @@ def download(hub_id: str, revision: str | None, key: str) -> Path:
     from huggingface_hub import snapshot_download  # slow to import
 
     try:
-        return Path(
-            snapshot_download(hub_id, revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
-        )
+        return Path(snapshot_download(hub_id, revision=revision, ignore_patterns=_UNREAD))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if failure := find_hub_failure():  # called once: afterwards the library may be offline
@@ -174,7 +196,5 @@ def download(hub_id: str, revision: str | None, key: str) -> Path:
 def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
     """Load the model's tokenizer. Raises ValueError for any error while reading its files."""
     quiet_libraries()
-    from transformers import AutoTokenizer  # slow to import
-
     with readable_model(model_dir, "tokenizer"):
-        return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        return read_tokenizer(model_dir, trust_remote_code=trust_remote_code)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import alternatives
 from grpo_dist.runs.identity import DataOrigin
 from grpo_dist.runs.prepare_teachers import load_teachers
+from grpo_dist.runtime.model_files import weights_digest
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt, Thought
 
@@ -94,6 +95,13 @@ class RunInputs:
     def trained(self) -> Prompts:
         """Return all training data: prompts and demonstrations."""
         return Prompts.join([self.prompts, self.demonstrations])
+
+    @cached_property
+    def model_digests(self) -> dict[str, str]:
+        """`weights_digest` of the models that the driver has read, by configuration key."""
+        teachers = {f"distillation.teachers.{name}.model": path for name, path in self.teacher_dirs.items()}
+        models = {"model.path": self.model_dir, **teachers}
+        return {key: weights_digest(path) for key, path in models.items()}
 
 
 def build_inputs(
@@ -122,6 +130,12 @@ def build_inputs(
         raise ValueError(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
+        )
+    if loaded.dropped:
+        warn(
+            f"note: data.train: {len(loaded.dropped)} rows are dropped, which `epochs` counts: `steps` = "
+            f"{config.steps} are {config.steps * needed / len(prompts):.3g} passes over the other "
+            f"{len(prompts)}; for one pass set `steps` = {len(prompts) // needed}"
         )
     check_pools(config.data, prompts, [source.label for source, _ in train_rows])
     check_weights(config.data, prompts, in_flight=Admission.from_config(config, prompts).drawn)

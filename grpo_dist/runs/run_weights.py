@@ -17,14 +17,16 @@ from grpo_dist.config.differences import flat
 from grpo_dist.config.files import changed
 from grpo_dist.runs.checkpoint import (
     CHECKPOINTS,
+    check_models,
     checkpoint_damage,
     list_checkpoints,
     newest_whole,
+    read_state,
     step_of,
 )
 from grpo_dist.runs.run_directory import recorded_settings
 from grpo_dist.runtime.files import read_json
-from grpo_dist.runtime.model_files import is_checkpoint, split_reference
+from grpo_dist.runtime.model_files import is_checkpoint, split_reference, weights_digest
 
 if TYPE_CHECKING:  # a plan does not import it
     import torch
@@ -94,13 +96,16 @@ def find_checkpoint(path: str, say: Callable[[str], None]) -> Path:
 
 def load_weights(config: Config, base: Path, checkpoint: Path, dtype: torch.dtype | None = None) -> Any:
     """Return the transformers model, with adapters, in ``checkpoint`` of a run that began with the model in
-    ``base``. It is on the host. ``dtype``: of its weights; None: as trained.
+    ``base``. It is on the host. ``dtype``: of its weights; None: as trained. Raises ValueError as
+    `check_models`.
     """
     import torch
 
     from grpo_dist.policy.model import TokenLogprobs, trainable_model
     from grpo_dist.policy.saved_state import WEIGHTS, PolicyFiles, SavedPolicy, state_directory
 
+    if config.policy.lora is not None:
+        check_models(checkpoint, read_state(checkpoint), {"model.path": weights_digest(base)}, config)
     saved = SavedPolicy(state_directory(checkpoint / "policy"), PolicyFiles().mapped)
     plain = {"attention": "auto", "packing": False, "kernels": "torch", "gradient_checkpointing": False}
     section = config.model.model_copy(update=plain)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import mkstemp
 from typing import TYPE_CHECKING
 
 from grpo_dist import driver
@@ -35,6 +37,7 @@ from grpo_dist.runs.checkpoint import (
     Checkpoints,
     ResumePoint,
     changes_since,
+    check_models,
     find_resume_state,
     list_checkpoints,
     load_resume_point,
@@ -69,7 +72,7 @@ from grpo_dist.runtime.concurrency import deadline, run_in_thread
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
 from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.runtime.stage_log import log_ready, print_line, stage
-from grpo_dist.workers import Workers
+from grpo_dist.workers import PolicyHandle, Workers
 
 if TYPE_CHECKING:  # Ray takes seconds to import
     from actors.cluster import Cluster
@@ -107,8 +110,8 @@ class Run:
     async def newest(self) -> ResumePoint:
         """Find the point to go back to. A thread reads the files, while the loop supervises the actors.
 
-        Raises RunEnded if that takes longer than writing all checkpoints may take: new workers would not read
-        them faster.
+        Raises RunEnded if no checkpoint can be used, or that takes longer than writing all checkpoints may
+        take: new workers would not read them faster.
         """
         await self.settle()
         damaged: list[str] = []
@@ -125,6 +128,8 @@ class Run:
                 return await run_in_thread(find)
         except TimeoutError as error:
             raise RunEnded(f"{error}; when it can be read, {RERUN}") from error
+        except ValueError as error:
+            raise RunEnded(f"recovery: {error}") from error
         finally:
             for warning in damaged:
                 self.tracker.warn(warning)
@@ -219,6 +224,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
                 identity=identity,
                 wandb_id=tracker.wandb_id,
                 origin=inputs.origin,
+                models=inputs.model_digests,
             )
             run = Run(config, identity, inputs, run_dir, tracker, checkpoints)
             run, final = asyncio.run(_session(run, point))
@@ -257,6 +263,10 @@ def _load_inputs(run_dir: Path, config: Config, identity: Config) -> tuple[RunIn
         inputs = load(config, print_line, device=device)
         with stage("resume point", quiet=True):
             point = load_resume_point(newest, state, inputs.trained, inputs.origin)
+            if newest and state:
+                for warning in check_models(newest, state, inputs.model_digests, config):
+                    print_line(warning)
+                    inputs.warnings.append(warning)
     return inputs, point
 
 
@@ -361,9 +371,10 @@ async def _finish(run: Run, workers: Workers) -> None:
 
 async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
     """Load weights, optimiser and reference of ``point``, send the weights to the engines, and show the
-    workers' usage.
+    workers' usage. Raises UserError like `_check_shared`.
     """
     config = run.config
+    await _check_shared(run.directory, workers.policy)
     if point.checkpoint is not None:
         with as_user_errors(), stage("checkpoint", "policy ranks load weights and optimiser"):
             await workers.policy.load(point.checkpoint / "policy")
@@ -378,6 +389,17 @@ async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
     if workers.usage is not None:
         run.tracker.follow(workers.usage)
     log_ready()
+
+
+async def _check_shared(run_dir: Path, policy: PolicyHandle) -> None:
+    """Raise UserError if the node of a policy rank does not see what the driver writes into ``run_dir``."""
+    descriptor, name = mkstemp(prefix=".shared_", dir=run_dir)  # no node has an old file of this name
+    os.close(descriptor)
+    try:
+        with as_user_errors():
+            await policy.check_sees(Path(name))
+    finally:
+        os.unlink(name)
 
 
 async def _evaluate_export(run: Run, cluster: Cluster) -> dict[str, float]:

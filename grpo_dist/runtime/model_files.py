@@ -32,6 +32,7 @@ _POINTER = b"version https://git-lfs"
 _PART = 16 << 20  # bytes
 _SHARD = 5 * 10**9  # bytes
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' limit
+_SAMPLES, _SAMPLE = 8, 1 << 16  # of a file, and bytes of each, in `weights_digest`
 _ABANDONED_S = 86_400.0  # an unfinished model this old belongs to a process that was killed
 _REFERENCE = re.compile(r"(?P<run>.+)@(?P<step>latest|\d+)")
 
@@ -442,3 +443,19 @@ def fingerprint(path: Path) -> str:
     files = sorted(p for p in path.rglob("*") if p.is_file())
     entries = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+def weights_digest(model_dir: Path) -> str:
+    """Hash names, sizes and samples of the weight files of a model: a copy, or the same revision downloaded
+    again, has the same hash, unlike in `fingerprint`.
+    """
+    digest = hashlib.sha256()
+    files = list(model_dir.glob("*.safetensors")) or list(model_dir.glob("pytorch_model*.bin"))
+    for path in sorted(path for path in files if not path.name.startswith("consolidated")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(size * i // _SAMPLES)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()[:16]

@@ -26,7 +26,13 @@ from grpo_dist.config import Config, SamplingConfig, SupervisedConfig
 from grpo_dist.config.secrets import masked
 from grpo_dist.errors import Refused, UserError, refuse
 from grpo_dist.observe.trackers import check_trackers
-from grpo_dist.runs.checkpoint import changes_since, check_data, find_resume_state, other_layout
+from grpo_dist.runs.checkpoint import (
+    changes_since,
+    check_data,
+    check_models,
+    find_resume_state,
+    other_layout,
+)
 from grpo_dist.runs.run_directory import (
     check_writable,
     choose_run_dir,
@@ -321,6 +327,8 @@ def check_resume(start: PlacedStart) -> str:
         return f"a new run, in {run_dir}"
     if start.inputs is not None:
         check_data(newest, state, start.inputs.trained, start.inputs.origin)
+        for warning in check_models(newest, state, start.inputs.model_digests, config):
+            start.say(warning)
     layout = other_layout(changes_since(newest, config))
     return f"resumes from step {state.step} of {config.steps}, {newest}{layout}"
 

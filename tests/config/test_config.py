@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from grpo_dist.config.files import ConfigError, dump_config, is_override, load_config
+from grpo_dist.config.files import ConfigError, dump_config, is_override, load_config, load_recorded
 from grpo_dist.runs.identity import changes
 from grpo_dist.tools.submit.code import resolved as sent
 from tests.support.good_inputs import PRESET_NEEDS
@@ -49,6 +49,33 @@ def test_a_file_anywhere_builds_on_the_presets_of_this_project(base, tmp_path):
     base.write_text("defaults: [algorithms/none.yaml]\n")
     with pytest.raises(ConfigError, match=f"{tmp_path}/algorithms/none.yaml: no such configuration file"):
         load_config(base)
+
+
+def test_a_pipeline_is_answered_with_the_command_that_takes_it():
+    with pytest.raises(ConfigError) as refusal:
+        load_config(CONFIGS / "pipelines/r1_demo.yaml")
+    message = str(refusal.value)
+    assert "r1_demo.yaml: a pipeline; expected the configuration of one run" in message
+    assert "`grpo-dist pipeline " in message and "--check" in message and "--after" in message
+
+
+def test_a_recorded_configuration_is_refused_until_its_secrets_are_set_again(base, tmp_path, monkeypatch):
+    base.write_text(
+        BASE
+        + """
+rewards: {functions: [{function: "my:f", kwargs: {verdict_token: "YES", star: "***"}}]}
+tracking: {sinks: [{function: "my:sink", kwargs: {url: "https://me:pw12@host/"}}]}
+"""
+    )
+    recorded = tmp_path / "recorded.yaml"
+    recorded.write_text(dump_config(load_config(base)))
+    token, url = "rewards.functions.0.kwargs.verdict_token", "tracking.sinks.0.kwargs.url"
+    with pytest.raises(ConfigError, match=rf"\*\*\* in `{token}`, `{url}` stands for a secret"):
+        load_config(recorded)
+    assert load_recorded(recorded).rewards.functions[0].kwargs == {"verdict_token": "***", "star": "***"}
+    monkeypatch.setenv("VERDICT", "NO")
+    config = load_config(recorded, [f"{token}=${{oc.env:VERDICT}}", f"{url}=null"])
+    assert config.rewards.functions[0].kwargs == {"verdict_token": "NO", "star": "***"}
 
 
 def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):

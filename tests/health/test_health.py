@@ -260,6 +260,13 @@ def test_skipped_updates_end_the_run_whatever_the_action(action):
         health.act(3, alarms, counts, [])
 
 
+def test_a_step_is_rolled_back_from_only_once():
+    health = watch(HealthState(avoid=(3,), skipped=1), skipped_steps_above=1, action="rollback")
+    for step, error in ((2, Rollback), (3, Unhealthy)):
+        with pytest.raises(error, match=f"^step {step}: health/skipped_in_a_row"):
+            health.act(step, *health.examine(step, {"health/skipped_updates": 1.0}), [])
+
+
 def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(capsys):
     world = fakes.World(jitter=False)
     set_update_metrics(world, ref__kl=[0.1, 0.1, 12.0, 0.1])

@@ -10,11 +10,11 @@ from actors.placement.reservation import Reservation
 from grpo_dist.config import Config
 from grpo_dist.loop.progress import Progress
 from grpo_dist.plugins.user_code import changed_code, code_digest
-from grpo_dist.runs.checkpoint import Checkpoints, list_checkpoints, load_state, other_code
+from grpo_dist.runs.checkpoint import Checkpoints, check_code, list_checkpoints, load_state, other_code
 from grpo_dist.runs.identity import digest_run_code
 from grpo_dist.tools.evaluate.store import sample_settings
 from tests.support import fakes
-from tests.support.made_checkpoints import Disk
+from tests.support.made_checkpoints import Disk, whole
 
 LOSS = "import helper_of_loss\n\ndef f(logprobs, advantages):\n    return -logprobs * advantages\n"
 
@@ -164,35 +164,51 @@ def digest(config: Config) -> dict[str, str]:
 
 def save_checkpoint(config, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", config, fakes.prompts(8))
-    workers = Disk()
-
-    async def save():
-        await checkpoints.save(1, workers, Progress(1))
-        await checkpoints.settle()
-
-    asyncio.run(save())
+    asyncio.run(whole(checkpoints, 1, Disk(), Progress(1)))
     return list_checkpoints(tmp_path / "checkpoints")[-1]
+
+
+def resume(checkpoint, config):
+    state = load_state(checkpoint, config)
+    check_code(checkpoint, state, config)
+    return state
 
 
 @pytest.mark.slow
 def test_a_resumed_run_with_other_code_is_refused_unless_it_may(user_dir, tmp_path):
     checkpoint = save_checkpoint(config(user_dir), tmp_path)
-    assert load_state(checkpoint, config(user_dir)).step == 1
+    assert resume(checkpoint, config(user_dir)).step == 1
     assert other_code(checkpoint, digest(config(user_dir))) == ""
     (user_dir / "user_metric.py").write_text("def f(step):\n    return 2.0 * step\n")
-    assert load_state(checkpoint, config(user_dir)).step == 1  # a metric determines no number of the run
+    assert resume(checkpoint, config(user_dir)).step == 1  # a metric determines no number of the run
     (user_dir / "helper_of_loss.py").write_text("import math\n")
     with pytest.raises(
         ValueError, match=r"own code has changed .*: helper_of_loss.py \(changed\)\. .*changed_code=warn"
     ):
-        load_state(checkpoint, config(user_dir))
+        resume(checkpoint, config(user_dir))
     warns = config(user_dir, checkpoint={"changed_code": "warn"})
-    assert load_state(checkpoint, warns).step == 1
+    assert resume(checkpoint, warns).step == 1
     warning = "warning: your own code has changed since: helper_of_loss.py (changed)"
     assert other_code(checkpoint, digest(warns)) == warning
+
+
+@pytest.mark.slow
+def test_code_that_changes_during_a_run_is_one_warning_and_refuses_no_recovery(user_dir, tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path, config(user_dir), fakes.prompts(8))
+    asyncio.run(whole(checkpoints, 1, Disk(), Progress(1)))
+    assert not caplog.messages
+    (user_dir / "helper_of_loss.py").write_text("import math\n")
+    for step in (2, 3):
+        asyncio.run(whole(checkpoints, step, Disk(), Progress(step)))
+    (warning,) = caplog.messages
+    assert warning.startswith("your own code has changed during the run: helper_of_loss.py (changed). Proc")
+    newest = list_checkpoints(tmp_path)[-1]
+    assert load_state(newest, config(user_dir)).step == 3  # as `Run.newest` does
+    with pytest.raises(ValueError, match="own code has changed since it was written"):
+        resume(newest, config(user_dir))
 
 
 def test_code_that_was_moved_is_the_same_code(user_dir, tmp_path):
     checkpoint = save_checkpoint(config(user_dir), tmp_path)
     moved = shutil.copytree(user_dir, tmp_path / "moved")
-    assert load_state(checkpoint, config(moved)).step == 1
+    assert resume(checkpoint, config(moved)).step == 1

@@ -13,6 +13,7 @@ from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.config.secrets import (
     HIDDEN,
+    hidden_keys,
     masked,
     masked_command,
     masked_setting,
@@ -99,7 +100,8 @@ def test_keys_of_secrets_are_named_also_in_the_files_of_a_run_and_stars_in_other
     keys = [f"{kwargs}.{key}" for key in (
         "base_url", "extra_body.hf_token", "extra_body.nested.0.Authorization"
     )]  # fmt: skip
-    assert secret_keys(plain) == secret_keys(masked(plain)) == keys
+    assert secret_keys(plain) == secret_keys(masked(plain)) == hidden_keys(masked(plain)) == keys
+    assert hidden_keys(plain) == hidden_keys({"password": f"a{HIDDEN}b"}) == []
 
 
 def test_no_key_of_the_configuration_counts_as_a_secret():

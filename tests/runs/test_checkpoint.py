@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,18 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config
 from grpo_dist.data.order import OrderState
+from grpo_dist.errors import UserError
 from grpo_dist.health import HealthState
-from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch
+from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
 from grpo_dist.runs.checkpoint import (
+    CHECKPOINTS,
     Checkpoints,
     CheckpointState,
     changes_since,
     check_data,
+    check_models,
     checkpoint_damage,
+    find_resume_state,
     list_checkpoints,
     load_progress,
     load_resume_point,
@@ -32,9 +37,11 @@ from grpo_dist.runs.checkpoint import (
     other_layout,
     recorded_changes,
     remove_partial,
+    why_ended_early,
     write_manifest,
 )
 from grpo_dist.runs.identity import DataOrigin, data_digest
+from grpo_dist.tools.submit.checks import check_resumes
 from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.made_checkpoints import HEALTH, MOMENTS, ORDER, PROMPTS, Disk, group, save, whole
@@ -255,6 +262,36 @@ def test_a_replaced_checkpoint_that_cannot_be_deleted_is_named_and_ends_no_run(t
     assert [path.name for path in tmp_path.iterdir()] == ["step_000008"]
 
 
+def test_a_run_that_its_best_evaluation_has_ended_is_complete(tmp_path):
+    """Unless a new setting lets it go on, or another measure makes the best one void."""
+
+    def config(**changes):
+        checkpoint = {"keep_best": "eval/held/pass@1", "patience": 1} | changes.pop("checkpoint", {})
+        held = {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add4", "name": "held"}]}
+        sections = {"data": held, "evaluation": {"every": 2} | changes.pop("evaluation", {})}
+        return fakes.config(steps=9, checkpoint=checkpoint, **sections, **changes)
+
+    directory = tmp_path / CHECKPOINTS
+    asyncio.run(whole(Checkpoints(directory, config(), PROMPTS), 6, Disk(), Progress(6, best=(4, 0.5))))
+    resume = partial(find_resume_state, run_dir=tmp_path, say=lambda _: None)
+    goes_on = [
+        config(checkpoint={"patience": 2}), config(checkpoint={"patience": None, "target": 0.6}),
+        config(evaluation={"temperature": 0.5}),
+    ]  # fmt: skip
+    assert resume(config(), config())[1].step == 6  # not finished: its export may be missing
+    (tmp_path / "DONE").write_text("6\n")
+    words = r"run is complete \(6 steps: .* 0.5 of step 4 was not exceeded by 1 .*patience.*change that"
+    with pytest.raises(UserError, match=words):
+        resume(config(), config())
+    with pytest.raises(UserError, match=words):
+        check_resumes(config(), tmp_path)
+    for changed in goes_on:
+        assert resume(changed, changed)[1].step == 6
+        check_resumes(changed, tmp_path)
+    (directory / "step_000006/state.json").write_text("torn")
+    assert why_ended_early(config(), tmp_path) == ""
+
+
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     config = fakes.config(checkpoint={"keep": 1})
     for step, best in ((2, None), (4, (4, 0.5)), (6, (4, 0.5)), (8, (4, 0.5))):
@@ -275,6 +312,11 @@ def with_set(path):
     return {"data": {"train": [{"path": "a.jsonl"}], "eval": [{"path": path}]}}
 
 
+def with_reward(weight):
+    reward = {"function": "exact", "weight": weight}
+    return with_set("held.jsonl") | {"rewards": {"by_source": {"held": {"functions": [reward]}}}}
+
+
 CHANGES = {
     "data.train.0.algorithm.kl.coef": (with_source(kl={"coef": 0.2}), with_source(kl={"coef": 0.0})),
     "data.train.0.algorithm.loss.clip_high": (
@@ -286,6 +328,7 @@ CHANGES = {
     "sampling.max_new_tokens": ({"sampling": {"max_new_tokens": 9}}, {"sampling": {"max_new_tokens": 5}}),
     "health.min_signal_groups": ({}, {"health": {"min_signal_groups": 2}}),
     "data.eval.0.path": (with_set("held.jsonl"), with_set("other.jsonl")),
+    "rewards.by_source.held.functions.0.weight": (with_reward(1), with_reward(2)),
     "evaluation.every": ({"evaluation": {"every": 2}}, {"evaluation": {"every": 3}}),
     "evaluation.temperature": (
         {"evaluation": {"every": 2}},
@@ -308,18 +351,46 @@ def test_some_settings_may_change_and_each_change_is_recorded(tmp_path, key):
     resumed = load_progress(checkpoint, load_state(checkpoint, new), PROMPTS)
     assert resumed.kl_coef == (None if key == "algorithm.kl.coef" else 0.15)
     assert resumed.pipeline.sampling[7].max_new_tokens == (5 if key == "sampling.max_new_tokens" else 9)
-    is_other_measure = key in ("data.eval.0.path", "evaluation.temperature")
+    is_other_measure = key.startswith(("data.eval.0.path", "evaluation.temperature", "rewards."))
     assert resumed.best == (None if is_other_measure else (4, 0.5))
 
 
+ADAPTIVE = {"kind": "adaptive", "start": 4, "largest": 16}
+
+
+@pytest.mark.parametrize(
+    ("setting", "length"),
+    [
+        (ADAPTIVE | {"patience": 5}, 12),
+        (ADAPTIVE | {"largest": 10}, 10),
+        (ADAPTIVE | {"start": 14}, 14),
+        ({"schedule": [[0, 4], [2, 8]]}, None),
+        (9, None),
+    ],
+)
+def test_an_adapted_length_is_kept_within_the_new_limits(tmp_path, setting, length):
+    old, new = (fakes.config(sampling={"max_new_tokens": s}) for s in (ADAPTIVE, setting))
+    pipeline = PipelineState(schedule=ScheduleState(None, 12, 1))
+    asyncio.run(whole(Checkpoints(tmp_path, old, PROMPTS), 7, Disk(), Progress(7, pipeline)))
+    (checkpoint,) = list_checkpoints(tmp_path)
+    resumed = load_progress(checkpoint, load_state(checkpoint, new), PROMPTS)
+    assert resumed.pipeline.schedule == ScheduleState(None, length, 1)
+
+
 def test_a_new_held_out_set_is_one_event_and_its_code_is_not_code_of_the_run(tmp_path):
+    """Its reward is another."""
     train = {"train": [{"path": "a.jsonl"}]}
-    old, new = (fakes.config(data=train | held) for held in ({}, {"eval": [{"path": "my_sets:held"}]}))
+    rewards = {"by_source": {"held": {"functions": ["my_sets:graded"]}}}
+    old = fakes.config(data=train)
+    new = fakes.config(data=train | {"eval": [{"path": "my_sets:held"}]}, rewards=rewards)
     asyncio.run(whole(Checkpoints(tmp_path, old, PROMPTS), 7, Disk(), Progress(7)))
     (checkpoint,) = list_checkpoints(tmp_path)
     assert load_state(checkpoint, new).step == 7
     changes = list(recorded_changes(changes_since(checkpoint, new), 7))
-    assert changes == ["after step 7 `data.eval.0.path` = my_sets:held, before None"]
+    assert changes == [
+        "after step 7 `data.eval.0.path` = my_sets:held, before None",
+        "after step 7 `rewards.by_source.held.functions.0.function` = my_sets:graded, before None",
+    ]
 
 
 def test_a_change_that_would_make_numbers_wrong_is_refused_with_its_reason(tmp_path):
@@ -575,6 +646,26 @@ def test_health_bounds_may_change_on_resume_and_training_data_may_not(tmp_path):
         ValueError, match=r"\(`data\.order\.name` = length was epochs: the checkpoint has a position"
     ):
         load_state(checkpoint, fakes.config(data={"train": [{"path": "demo:add3"}], "order": "length"}))
+
+
+def test_other_weights_of_a_frozen_model_are_a_warning_and_under_adapters_refused(tmp_path):
+    began = {"model.path": "aa", "distillation.teachers.large.model": "bb"}
+    asyncio.run(whole(Checkpoints(tmp_path, fakes.config(), PROMPTS, models=began), 7, Disk(), Progress(7)))
+    (checkpoint,) = list_checkpoints(tmp_path)
+    state = load_state(checkpoint, fakes.config())
+    plain, adapted = fakes.config(), fakes.config(policy={"lora": {"rank": 4}})
+    with_kl = fakes.config(algorithm={"kl": {"coef": 0.1}})
+    now = began | {"model.path": "other"}
+    assert check_models(checkpoint, state, began, adapted) == []
+    assert check_models(checkpoint, state, now, plain) == []  # nothing reads the initial weights again
+    (warning,) = check_models(checkpoint, state, now, with_kl)
+    assert warning.startswith("warning: `model.path` has other weights than when the run began: from step 7")
+    (warning,) = check_models(checkpoint, state, dict.fromkeys(began, "other"), plain)
+    assert warning.startswith("warning: `distillation.teachers.large.model` has other weights")
+    with pytest.raises(ValueError, match=r"`model.path` = .* the checkpoint has adapters for those"):
+        check_models(checkpoint, state, now, adapted)
+    earlier = dataclasses.replace(state, models={})  # of a version that did not record them
+    assert check_models(checkpoint, earlier, now, adapted) == []
 
 
 def test_a_file_is_not_to_blame_where_its_rows_are_the_same(tmp_path):

@@ -16,6 +16,7 @@ from grpo_dist.observe.tracker import Tracker
 from grpo_dist.runs.run_directory import exclusive_directory
 from grpo_dist.runtime.files import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
 from grpo_dist.runtime.model_files import cached, cached_path
+from tests.support import fakes
 from tests.support.patience import HANG_S
 
 
@@ -84,6 +85,26 @@ def test_a_full_disk_ends_the_run_with_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
     with pytest.raises(DiskFull, match="RuntimeError"):
         check_room(tmp_path, unclear)
+
+
+def test_a_disk_too_full_for_the_last_events_ends_the_run_with_the_same_message(tmp_path, monkeypatch):
+    """All is closed: the tables, and each tracker, although none can be reported."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def join(deadline):
+        closed.append("tracker")
+        full()
+
+    closed = []
+    tracker = Tracker(fakes.config(tracking={"console": False, "tensorboard": False}), tmp_path)
+    tracker._sinks = [SimpleNamespace(end=lambda *, failed: None, join=join)] * 2
+    tracker._writer.submit(lambda: closed.append("table"))
+    monkeypatch.setattr(tracker, "note", full)
+    with pytest.raises(DiskFull, match=r"No space left on device \(OSError\); free some there"), tracker:
+        full()
+    assert closed == ["table", "tracker", "tracker"]
 
 
 def test_names_are_exchanged_atomically(tmp_path):

@@ -31,6 +31,8 @@ from tests.support.patience import HANG_S
 MODEL = {"name": "quality", "path": "p"}
 TEACHER = {"name": "large", "model": "p"}
 ADD3 = [{"path": "demo:add3"}]
+HELD = [ADD3[0] | {"name": "held.out"}]
+EXACT = {"functions": ["exact"]}
 FROM_A_FILE = [ADD3[0] | {"environment": "calculator", "environment_kwargs": {"path": "tables"}}]
 
 
@@ -61,6 +63,15 @@ def test_the_keys_that_may_change_exist():
         ({"rewards": {"models": [MODEL | {"num_workers": 2}]}}, "rewards.models.0.num_workers", False),
         ({"rewards": {"models": [MODEL | {"weight": 2}]}}, "rewards.models.0.weight", True),
         ({"rewards": {"models": [MODEL], "timeout_s": 9}}, "rewards.timeout_s", True),
+        ({"rewards": {"models": [MODEL], "by_source": {"add3": EXACT}}}, "rewards.by_source.add3", True),
+        (
+            {
+                "data": {"train": ADD3, "eval": HELD},
+                "rewards": {"models": [MODEL], "by_source": {"held.out": EXACT}},
+            },
+            "rewards.by_source",
+            False,
+        ),
         ({"bench": {"steps": 9}}, "bench.steps", False),
         ({"distillation": {"teachers": [TEACHER]}}, "distillation.teachers.0.model", True),
         ({"demonstrations": {"data": "d.jsonl"}}, "demonstrations.coef", True),

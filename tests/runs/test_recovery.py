@@ -5,7 +5,7 @@ import json
 import shutil
 import threading
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -210,6 +210,24 @@ def test_a_step_beyond_a_bound_is_rolled_back_and_its_batch_is_left_out(stalenes
     ]
 
 
+def test_a_batch_beyond_a_bound_is_rolled_back_once_and_then_left_out():
+    """It is sampled again with the same weights and seeds, so it is beyond the bound again."""
+    action = {"kind": "rollback", "max_rollbacks": 1}
+    health = {"min_signal_groups": 0, "action": action, "degenerate_above": 0.5}
+    uids, job = Job(health=health).train().ledger_entries[4]["trained"], Job(health=health)
+    score = job.score
+
+    async def score_degenerate(prompt, rollouts):
+        group = await score(prompt, rollouts)
+        return replace(group, degenerate=len(rollouts) if prompt.uid in uids else 0)
+
+    job.score = score_degenerate
+    job.train()
+    assert [step for step, _ in job.trained] == [1, 2, 3, 4, 3, 5, 6]
+    assert job.ledger_entries[4]["skipped"] == uids and job.logged[4]["health/alarms"] == 0.0
+    assert [w.partition(":")[0] for w in job.warnings] == ["step 4", "resuming from step_000002", "step 4"]
+
+
 def test_rollbacks_end_if_every_step_is_beyond_a_bound():
     job = Job(
         health={"min_signal_groups": 0, "action": {"kind": "rollback", "max_rollbacks": 2}, "kl_above": 1.0}
@@ -335,6 +353,14 @@ def test_checkpoints_that_are_read_too_slowly_end_the_run_and_lose_no_worker(sav
     with pytest.raises(RunEnded, match=r"not finished within 1 s; when it can be read, rerun"):
         asyncio.run(search())
     assert len(warned) == 1  # about the damaged checkpoint
+
+
+def test_a_recovery_without_a_whole_checkpoint_ends_the_run_in_one_message(saved_run, tmp_path):
+    make_run, warned = saved_run
+    (tmp_path / CHECKPOINTS / "step_000001" / "state.json").write_text("torn")
+    with pytest.raises(RunEnded, match=r"^recovery: all checkpoints of this run are damaged .* Restore one"):
+        asyncio.run(make_run(save_s=HANG_S).newest())
+    assert len(warned) == 2
 
 
 def test_the_ledger_is_audited_against_the_last_checkpoint_and_a_wrong_one_fails_the_run(tmp_path):

@@ -1,6 +1,7 @@
 """Unusable input: one message with where, what and what to do; exit code 2; nothing is started."""
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from grpo_dist.cli import main
 from grpo_dist.config.files import load_config
@@ -269,6 +270,16 @@ def test_a_model_of_a_hub_that_a_data_set_could_not_reach_has_the_same_reason(mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"me/model: .*hub cannot be reached: x, and the model is not in"):
         download("me/model", None, "model.path")
+
+
+def test_the_second_copy_of_the_weights_of_a_mistral_model_is_not_downloaded(monkeypatch, tmp_path):
+    def snapshot(name, *, revision, ignore_patterns):
+        files = ["model.safetensors", "consolidated.safetensors", "consolidated.safetensors.index.json"]
+        assert list(filter_repo_objects(files, ignore_patterns=ignore_patterns)) == ["model.safetensors"]
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert download("me/model", None, "model.path") == tmp_path
 
 
 def test_a_model_is_looked_at_where_the_cache_cannot_be_written(here, monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from safetensors.torch import load_file
 from grpo_dist.config import LoRAConfig, ModelConfig
 from grpo_dist.config.files import dump_config
 from grpo_dist.errors import UserError
-from grpo_dist.runs.checkpoint import write_manifest
+from grpo_dist.runs.checkpoint import CheckpointState, write_manifest
 from grpo_dist.runs.models import resolve_model
-from grpo_dist.runs.run_weights import find_checkpoint, pinned, restore_begun
+from grpo_dist.runs.run_weights import find_checkpoint, load_weights, pinned, restore_begun
 from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.plan.models import model_of
 from tests.support import fakes, made_groups
@@ -64,6 +65,19 @@ def test_an_evaluation_of_a_checkpoint_has_the_settings_of_its_run(run):
     assert config.model.path == "runs/mine@latest" and config.data.instruction == "Add."
     with pytest.raises(UserError, match=r"runs/none@2: no run in runs/none"):
         configuration("runs/none@2", ["demo:add4"], [])
+
+
+@pytest.mark.parametrize("path", ["runs/mine@latest", "{run}@2", "runs/mine/model", "runs/mine/export/4"])
+def test_weights_that_contain_an_adapter_are_not_merged_with_it_again(run, tmp_path, path):
+    (run / "config.yaml").write_text("model: {path: 'demo:tiny', adapter: tuned}\n")
+    for export in ("model", "export/4"):
+        (run / export).mkdir(parents=True)
+        (run / export / ".export.json").write_text("{}")
+    words = r"model.adapter = \./tuned: model.path = .* contains it, .*runs/mine began with it; set model.ad"
+    with pytest.raises(ValueError, match=words):
+        resolve_model(ModelConfig(path=path.format(run=run), adapter="./tuned"), None, 0, quiet)
+    with pytest.raises(ValueError, match="no such checkpoint"):  # another adapter is no reason
+        resolve_model(ModelConfig(path="runs/mine@3", adapter="other"), None, 0, quiet)
 
 
 def test_a_resumed_run_begins_with_what_it_began_with_and_says_so(run, tmp_path):
@@ -123,10 +137,19 @@ def test_the_model_has_the_weights_of_the_checkpoint(tiny_model, tmp_path, monke
     assert tokens == (tiny_model / "tokenizer.json").read_bytes()
 
 
+def test_adapters_go_on_no_other_base_than_that_of_their_run(run, tmp_path):
+    state = CheckpointState(4, "", "", models={"model.path": "0123"})
+    checkpoint = run / "checkpoints/step_000004"
+    (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
+    config = fakes.config(policy={"lora": {"rank": 4}}, model={"path": "owner/name"})
+    with pytest.raises(ValueError, match=r"step_000004: `model\.path` = owner/name has other weights"):
+        load_weights(config, tmp_path, checkpoint)
+
+
 def exported(checkpoint, config):
     """Complete a ``checkpoint`` of ``config``, and return the directory of its model."""
     (checkpoint / "config.yaml").write_text(dump_config(config))
-    (checkpoint / "state.json").write_text("{}")
+    (checkpoint / "state.json").write_text(json.dumps(asdict(CheckpointState(1, "", ""))))
     write_manifest(checkpoint)
     return resolve_model(ModelConfig(path=f"{checkpoint.parents[1]}@latest"), None, 0, quiet)
 

@@ -1,12 +1,14 @@
 """A directory without a complete model is refused with its kind and the remedy."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_dist.runtime.model_files import check_directory, stored_tensors, write_tensors
+from grpo_dist.runtime.model_files import check_directory, stored_tensors, weights_digest, write_tensors
 
 WEIGHTS = {
     "model.embed_tokens.weight": torch.arange(6.0).view(2, 3),
@@ -172,3 +174,19 @@ def test_tensors_are_copied_byte_for_byte_under_other_names(tmp_path):
     assert set(copied) == {f"x.{name}" for name in WEIGHTS}
     for name, tensor in WEIGHTS.items():
         assert torch.equal(copied[f"x.{name}"], tensor) and copied[f"x.{name}"].dtype == tensor.dtype
+
+
+def test_other_weights_have_another_digest_and_another_copy_has_the_same(tmp_path):
+    """Also weights of the same shapes, of which a sample is read."""
+    model = tmp_path / "model"
+    model.mkdir()
+    weights = torch.arange(2_000_000, dtype=torch.float32)
+    save_file({"weight": weights}, model / "model.safetensors")
+    digest = weights_digest(model)
+    copied = shutil.copytree(model, tmp_path / "copied")
+    os.utime(copied / "model.safetensors", (0, 0))
+    (copied / "consolidated.safetensors").write_bytes(b"not read")
+    (copied / "README.md").write_text("new")
+    assert weights_digest(copied) == digest
+    save_file({"weight": weights * 1.01}, model / "model.safetensors")
+    assert weights_digest(model) != digest

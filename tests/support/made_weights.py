@@ -1,12 +1,13 @@
 """A run's directory with the weights of its policy, as saved by a rank at ZeRO stage 0."""
 
 import json
+from dataclasses import asdict
 
 import torch
 
 from grpo_dist.config.files import dump_config
 from grpo_dist.policy.model import TokenLogprobs, trainable_model
-from grpo_dist.runs.checkpoint import write_manifest
+from grpo_dist.runs.checkpoint import CheckpointState, write_manifest
 
 
 def write_run(run_dir, config, base, step=1, dtype=torch.float32):
@@ -29,7 +30,7 @@ def write_run(run_dir, config, base, step=1, dtype=torch.float32):
     checkpoint = run_dir / f"checkpoints/step_{step:06d}"
     (checkpoint / "policy/state").mkdir(parents=True)
     torch.save(state, checkpoint / "policy/state/mp_rank_00_model_states.pt")
-    (checkpoint / "state.json").write_text("{}")
+    (checkpoint / "state.json").write_text(json.dumps(asdict(CheckpointState(step, "", ""))))
     for directory in (run_dir, checkpoint):
         (directory / "config.yaml").write_text(dump_config(config))
     write_manifest(checkpoint)

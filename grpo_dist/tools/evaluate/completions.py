@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ import numpy as np
 from grpo_dist.config.data import data_ending
 from grpo_dist.data.files import file_rows, json_lines
 from grpo_dist.errors import UserError, as_user_errors
-from grpo_dist.types import Prompt, Rollout, ToolCall, Turn
+from grpo_dist.types import Prompt, Rollout, Thought, ToolCall, Turn
 
 TABLE = ".parquet"  # file extension of a table of samples
 # Columns of a table of samples (grpo_dist/observe/samples.py); its tokens and earlier rewards are not read.
-_PROBLEM = ("uid", "source", "problem", "answer")
+_PROBLEM = ("uid", "source", "problem", "answer", "thought")
 _SAMPLE = ("sample", "completion", "outcome", "finish_reason", "turns")
 _CALL: dict[str, Any] = {"name": "", "arguments": "", "result": "", "outcome": "ok", "seconds": 0.0}
 
@@ -52,6 +52,7 @@ class Completions:
         rows: [G], row of each completion.
         locations: [G], file position of each completion.
         labels: [G], 1.0 or 0.0; () without a label column.
+        thought: as it stands in the prompt; None: the row does not have it.
     """
 
     prompt: Prompt
@@ -59,6 +60,7 @@ class Completions:
     rows: tuple[Mapping[str, Any], ...]
     locations: tuple[str, ...]
     labels: tuple[float, ...] = ()
+    thought: Thought | None = None
 
     @property
     def location(self) -> str:
@@ -77,7 +79,8 @@ def read_completions(path: Path, columns: Columns) -> list[Completions]:
     """Read all completions. Raises UserError for a missing or empty file, and for an invalid row."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected JSON Lines with `completion` (or `completions`)")
-    columns_read = (*_PROBLEM, *_SAMPLE) if _is_samples(path) else ()
+    names = dict.fromkeys((*_PROBLEM, *_SAMPLE, *filter(None, astuple(columns))))
+    columns_read = list(names) if _is_samples(path) else ()
     read = file_rows(path, columns=columns_read) if data_ending(str(path)) else json_lines(path)
     problems: dict[Any, list[tuple[str, Mapping[str, Any]]]] = {}
     with as_user_errors():
@@ -197,7 +200,14 @@ def _completions(samples: Sequence[tuple[str, Mapping[str, Any]]], columns: Colu
         rows=tuple(row for _, row in samples),
         locations=tuple(where for where, _ in samples),
         labels=tuple(_label(row, where, columns.label) for where, row in samples if columns.label),
+        thought=_thought(first.get("thought")),
     )
+
+
+def _thought(value: Any) -> Thought | None:
+    """Return the thought of a prompt as tables of samples have it; None for another column of this name."""
+    is_thought = isinstance(value, dict) and value.keys() == set(Thought.__slots__)
+    return Thought(**value) if is_thought else None
 
 
 def _rollout(uid: str, sample: int, row: Mapping[str, Any]) -> Rollout:
@@ -213,14 +223,11 @@ def _rollout(uid: str, sample: int, row: Mapping[str, Any]) -> Rollout:
         )
         for turn in row.get("turns", ())
     )
-    return Rollout(
-        prompt_uid=uid,
-        sample=sample,
-        completion_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
+    return Rollout.without_tokens(
+        uid,
+        sample,
         finish_reason=str(row.get("finish_reason", "stop")),
         text=row["completion"],
-        policy_versions=np.empty(0, np.int32),
         turns=turns,
     )
 

@@ -32,7 +32,7 @@ from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool, processes_for
 from grpo_dist.rewards.registry import user_rewards
 from grpo_dist.rewards.scorer import scorers_by_source
-from grpo_dist.rewards.thought import infer_thought
+from grpo_dist.rewards.thought import infer_thoughts
 from grpo_dist.runs.models import load_tokenizer, resolve_model
 from grpo_dist.runs.run_directory import check_writable
 from grpo_dist.runtime.files import check_replaceable, write_text
@@ -41,7 +41,7 @@ from grpo_dist.runtime.stage_log import note, stage
 from grpo_dist.runtime.tables import print_lines, print_rows, wide_console
 from grpo_dist.tools.evaluate.completions import TABLE, Columns, Completions, read_completions
 from grpo_dist.tools.evaluate.result import make_verdict, print_measured
-from grpo_dist.types import Group
+from grpo_dist.types import Group, Thought
 
 # Rewards that need policy tokens, not only text.
 _OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
@@ -160,8 +160,9 @@ def score_completions(
     max_new_tokens: int,
     processes: int,
 ) -> Scored:
-    """Score in order, ``processes`` problems at once. ``tokenizer``: the policy's; None if no reward needs
-    tokens.
+    """Score in order, ``processes`` problems at once, and as many more as may wait for servers.
+
+    ``tokenizer``: the policy's; None if no reward needs tokens.
     """
     used = {c.source if c.source in rewards.by_source else "" for c in completions}
     # Reward models are not run here.
@@ -172,7 +173,7 @@ def score_completions(
             stack.callback(scorer.close)
         pool.grade([("\\boxed{1}", "1")] * processes)  # starts the processes before the time measurement
 
-        def one(item: Completions) -> tuple[Group, float]:
+        def one(item: Completions, thought: Thought) -> tuple[Group, float]:
             rollouts = item.rollouts
             if tokenizer is not None:
                 ids = tokenizer([r.text for r in rollouts], add_special_tokens=False)["input_ids"]
@@ -180,7 +181,7 @@ def score_completions(
                     replace(r, completion_ids=np.asarray(sample_ids, np.int32))
                     for r, sample_ids in zip(rollouts, ids, strict=True)
                 )
-            prompt = replace(item.prompt, thought=infer_thought([r.text for r in rollouts], rewards))
+            prompt = replace(item.prompt, thought=thought)
             group = CompletionGroup.from_rollouts(
                 prompt, rollouts, max_new_tokens=max_new_tokens, settings=rewards
             )
@@ -190,8 +191,9 @@ def score_completions(
             return Group(prompt, rollouts, scores.rewards, scores.parts, tuple(scores.outcomes)), seconds
 
         begin, scored = time.perf_counter(), []
-        with ThreadPoolExecutor(processes) as threads:
-            for result in threads.map(one, completions):
+        waiting = sum(scorer.max_concurrency for scorer in scorers.values())
+        with ThreadPoolExecutor(processes + waiting) as threads:
+            for result in threads.map(one, completions, _thoughts(completions, rewards)):
                 scored.append(result)
                 note(f"{len(scored)} of {len(completions)} problems")
         wall_s = time.perf_counter() - begin
@@ -201,6 +203,19 @@ def score_completions(
                 failures.setdefault(name, Counter()).update(messages)
     groups, seconds = zip(*scored, strict=True)
     return Scored(completions, list(groups), list(seconds), wall_s, processes, failures)
+
+
+def _thoughts(completions: Sequence[Completions], rewards: RewardsConfig) -> list[Thought]:
+    """Return the thought of each prompt, inferred from the completions of its source where it is unknown."""
+    unknown: dict[str, list[int]] = {}
+    for number, item in enumerate(completions):
+        if item.thought is None:
+            unknown.setdefault(item.source, []).append(number)
+    inferred: dict[int, Thought] = {}
+    for numbers in unknown.values():
+        groups = [completions[number].rollouts for number in numbers]
+        inferred.update(zip(numbers, infer_thoughts(groups, rewards), strict=True))
+    return [item.thought or inferred[number] for number, item in enumerate(completions)]
 
 
 def _check_output(target: Path) -> None:

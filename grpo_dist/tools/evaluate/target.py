@@ -6,7 +6,8 @@
     model            a directory, a hub id or `demo:tiny`, with the settings below
 
 DATA replaces `data.eval`: a benchmark's name, or a path or hub id, read with the column names of the
-configuration's or run's data; key=value overrides any setting.
+configuration's or run's data. Prompt keys and the environment are those that all training sources have;
+key=value overrides any setting.
 """
 
 from __future__ import annotations
@@ -21,13 +22,21 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.config.files import apply_overrides, read_tree, set_key, validated
+from grpo_dist.config.data import PROMPT_KEYS
+from grpo_dist.config.files import apply_overrides, checked, read_config, read_tree, set_key, validated
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.model_files import is_checkpoint, split_reference
+from grpo_dist.runtime.stage_log import print_line
 
 # For a model without settings; the grader looks for a box first.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-_COLUMNS = ("problem_column", "answer_column", "answer_pattern", "multiple_answers", "columns")
+_COLUMNS = (
+    "problem_column", "problem_template", "system_column", "history_column", "answer_column",
+    "answer_pattern", "multiple_answers", "columns",
+)  # fmt: skip
+_ENVIRONMENT = ("environment", "environment_kwargs")
+# Begin keys whose secrets an evaluation does not need: it does not read them.
+_UNREAD = ("algorithm.", "data.order.", "data.train.", "demonstrations.", "sft.", "tracking.")
 _MODEL: dict[str, Any] = {
     "data": {"instruction": INSTRUCTION, "max_prompt_tokens": 1024},
     "sampling": {"max_new_tokens": 2048},
@@ -77,7 +86,7 @@ def configuration(target: str, data: Sequence[str], overrides: Sequence[str]) ->
     """Build the configuration that evaluates ``target`` on ``data``. Raises UserError for invalid input."""
     path = expanded(target)
     if path.suffix in (".yaml", ".yml"):
-        tree = read_tree(path)
+        tree = read_config(path)
     elif is_checkpoint(target):
         tree = _run_settings(split_reference(target)[0], target)
     elif _is_run(path):
@@ -91,7 +100,7 @@ def configuration(target: str, data: Sequence[str], overrides: Sequence[str]) ->
             )
     if data:
         _set_data(tree, data, target)
-    return validated(apply_overrides(tree, overrides, path), target, Config)
+    return validated(apply_overrides(tree, overrides, path), target, Config, unread=_UNREAD)
 
 
 def _is_run(path: Path) -> bool:
@@ -113,18 +122,25 @@ def _run_settings(run: Path, model: str) -> DictConfig:
     tree = read_tree(settings) if settings.is_file() else OmegaConf.create(_MODEL)
     set_key(tree, "model.path", model, model)
     set_key(tree, "model.revision", None, model)
+    set_key(tree, "model.adapter", None, model)  # the weights contain it
     return tree
 
 
 def _set_data(tree: DictConfig, data: Sequence[str], where: str) -> None:
-    columns = _column_settings(tree, where)
+    """Replace `data.eval` by the sources ``data``, without the rewards that only replaced sets had."""
+    columns, prompt = _column_settings(tree, where), _prompt_settings(tree, where)
     sources = [
-        _benchmark_source(name)
+        _benchmark_source(name) | prompt
         if name in BENCHMARKS
-        else {"path": name, "split": "test"} | ({} if name.startswith("demo:") else columns)
+        else {"path": name, "split": "test"} | prompt | ({} if name.startswith("demo:") else columns)
         for name in data
     ]
+    by_source = OmegaConf.select(tree, "rewards.by_source", throw_on_resolution_failure=False)
+    replaced = _labels(tree, "data.eval", where) if isinstance(by_source, DictConfig) else set()
     set_key(tree, "data.eval", sources, where)
+    if replaced:
+        for label in replaced - _labels(tree, "data.eval", where) - _labels(tree, "data.train", where):
+            by_source.pop(label, None)
     if OmegaConf.select(tree, "data.train") is None:
         set_key(tree, "data.train", sources, where)  # required by the schema; an evaluation does not read it
 
@@ -146,13 +162,42 @@ def _benchmark_source(name: str) -> dict[str, Any]:
 def _column_settings(tree: DictConfig, where: str) -> dict[str, Any]:
     """Return the first column settings in the data of a configuration or run, evaluation sets first."""
     for key in ("data.eval", "data.train"):
-        try:
-            value = OmegaConf.select(tree, key)
-            sources = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else []
-        except OmegaConfBaseException as error:
-            raise UserError(f"{where}: `{key}`: {error}".replace("\n", " ")) from error
-        assert isinstance(sources, list)
-        for source in sources:
-            if isinstance(source, dict) and (names := {n: source[n] for n in _COLUMNS if source.get(n)}):
+        for source in _sources(tree, key, where):
+            if names := {n: source[n] for n in _COLUMNS if source.get(n)}:
                 return names
     return {}
+
+
+def _prompt_settings(tree: DictConfig, where: str) -> dict[str, Any]:
+    """Return the prompt keys and the environment that all training sources set alike; name the others."""
+    sources = _sources(tree, "data.train", where)
+    shared: dict[str, Any] = {}
+    differing: list[str] = []
+    for keys in (*((key,) for key in PROMPT_KEYS), _ENVIRONMENT):
+        settings = [{k: s[k] for k in keys if s.get(k) not in (None, {})} for s in sources]  # "" is a setting
+        if all(one == settings[0] for one in settings):
+            shared |= settings[0] if settings else {}
+        else:
+            differing += dict.fromkeys(key for one in settings for key in one)
+    if differing:
+        print_line(
+            f"note: {where}: sources of `data.train` differ in {', '.join(differing)}, which the evaluation "
+            f"takes from `data` instead; data.eval.0.{differing[0]}=... sets it"
+        )
+    return shared
+
+
+def _labels(tree: DictConfig, key: str, where: str) -> set[str]:
+    """Return the names of the sources at ``key``, by which `rewards.by_source` has their rewards."""
+    return {checked(source, where, DataSourceConfig).label for source in _sources(tree, key, where)}
+
+
+def _sources(tree: DictConfig, key: str, where: str) -> list[dict[str, Any]]:
+    """Return the resolved sources at ``key``; []: there are none."""
+    try:
+        value = OmegaConf.select(tree, key)
+        sources = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else []
+    except OmegaConfBaseException as error:
+        raise UserError(f"{where}: `{key}`: {error}".replace("\n", " ")) from error
+    assert isinstance(sources, list)
+    return [source for source in sources if isinstance(source, dict)]

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_dist.config import Config
-from grpo_dist.config.files import load_config
+from grpo_dist.config.files import load_recorded
 from grpo_dist.errors import RunEnded, UserError, as_user_errors, expanded
 from grpo_dist.policy.full_weights import EXPORT_LIST, add_file, is_export_from, record_origin
 from grpo_dist.policy.lora import find_base_model
@@ -70,7 +70,7 @@ def export(
         checkpoint = _find_checkpoint(run, say)
         run_dir, step = checkpoint.parents[1], step_of(checkpoint)
         with _deletion_explained([checkpoint]):
-            config = load_config(checkpoint / "config.yaml")
+            config = load_recorded(checkpoint / "config.yaml")
             origin = {"checkpoint": fingerprint(checkpoint / MANIFEST), "dtype": dtype, "adapter": adapter}
         if adapter and config.policy.lora is None:
             raise UserError(f"--adapter: {run_dir} trained all weights (no `policy.lora`); leave it out")

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import Config, ModelConfig, RewardModelConfig, SFTConfig, TeacherConfig
-from grpo_dist.config.files import load_config
+from grpo_dist.config.files import load_recorded
 from grpo_dist.errors import UserError, as_user_errors, expanded, searched
 from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap, position_limit
@@ -372,7 +372,7 @@ def _read_run(path: str) -> ModelShape:
 
     with as_user_errors():
         checkpoint = find_checkpoint(path, lambda _: None)
-        config = load_config(checkpoint / "config.yaml")
+        config = load_recorded(checkpoint / "config.yaml")
     model, sft = config.model, config.sft
     if sft is not None and is_supervised_run(checkpoint.parents[1]):
         model = model.model_copy(update={"path": "sft"})

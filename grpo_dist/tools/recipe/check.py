@@ -92,10 +92,8 @@ def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
 
 def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
     """Return the existing model from which the stage's model derives."""
-    symbolic = stage.symbolic
-    start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
-    if start.startswith("stage:"):
-        return ancestors[start.removeprefix("stage:")]
+    if stage.start.startswith("stage:"):
+        return ancestors[stage.start.removeprefix("stage:")]
     if stage.kind == "sft" and stage.config.sft:
         return sft_model(stage.config.sft, stage.config.model.chat_template, _quiet)
     config = stage.config

@@ -41,6 +41,7 @@ from grpo_dist.config.files import (
     checked,
     merge,
     parser_reason,
+    read_config,
     read_tree,
     set_from_text,
     set_key,
@@ -109,6 +110,12 @@ class ResolvedStage:
     config: Config
     symbolic: Config
     inputs: tuple[str, ...]  # names of referenced stages
+
+    @property
+    def start(self) -> str:
+        """The model that the stage begins with: ``stage:NAME``, a path or a hub id."""
+        sft = self.symbolic.sft
+        return sft.model if self.kind == "sft" and sft else self.symbolic.model.path
 
     @property
     def result(self) -> Path:
@@ -183,7 +190,7 @@ def _tree(
     written: StageFile, seed: int | None, path: Path, overrides: Sequence[str], where: str
 ) -> DictConfig:
     """Return a stage's configuration with unresolved references to other stages."""
-    tree = read_tree(path.parent / written.config) if written.config else OmegaConf.create({})
+    tree = read_config(path.parent / written.config) if written.config else OmegaConf.create({})
     for key in _PLACES:
         OmegaConf.update(tree, key, None)
     if seed is not None:
@@ -238,7 +245,9 @@ def _stage(
     _check_kind(written.kind, config, where)
     for key, value, model in symbolic.input_paths():
         _check_use(key, value, model, results, where)
-    return ResolvedStage(written.name, written.kind, directory, config, symbolic, inputs)
+    stage = ResolvedStage(written.name, written.kind, directory, config, symbolic, inputs)
+    _check_adapter(stage, results, where)
+    return stage
 
 
 def _check_reference(name: str, of: str, earlier: list[str], allowed: list[str], where: str) -> None:
@@ -301,6 +310,19 @@ def _check_use(key: str, value: str, model: bool, earlier: dict[str, ResolvedSta
             f"{where}: `{key}` = ${{stage:{name}}}{slash}{file}: expected ${{stage:NAME}}/sft.jsonl of a "
             f"sample stage; `{name}` is a {earlier[name].kind} stage"
         )
+
+
+def _check_adapter(stage: ResolvedStage, earlier: dict[str, ResolvedStage], where: str) -> None:
+    """Check that no stage that led to the model of ``stage`` began with its `model.adapter`."""
+    adapter, start = stage.config.model.adapter, stage.start
+    while adapter is not None and start.startswith("stage:"):
+        before = earlier[start.removeprefix("stage:")]
+        if before.config.model.adapter == adapter:
+            raise ConfigError(
+                f"{where}: `model.adapter` = {adapter}: `model.path` = ${{{stage.start}}} contains it, since "
+                f"stage `{before.name}` began with it; set model.adapter to null in stage `{stage.name}`"
+            )
+        start = before.start
 
 
 def _strings(value: Any) -> Iterator[str]:

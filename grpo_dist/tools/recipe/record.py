@@ -153,7 +153,8 @@ def comparable(record: StageRecord, stage: ResolvedStage, state: str) -> StageRe
     def decides(change: Change) -> bool:
         if state == "started":
             return change.decides(identity) and not change.is_recorded
-        return f"{change.key}.".startswith(_OF_RESULTS) or change.decides(identity)
+        is_of_results = f"{change.key}.".startswith(_OF_RESULTS) or change.is_of_source_rewards
+        return is_of_results or change.decides(identity)
 
     every = flat(record.settings)
     settings = {key: v for key, v in every.items() if decides(Change(key, v, v))}

@@ -22,6 +22,7 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.config.differences import listed
 from grpo_dist.errors import UserError, as_user_errors
+from grpo_dist.runs.checkpoint import why_ended_early
 from grpo_dist.runs.identity import drop_layout
 from grpo_dist.runs.models import sft_model
 from grpo_dist.runs.preemption import ended_by_sigterm
@@ -296,7 +297,8 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
 
 def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     """Train, and return the run's evaluations before its first and after its last step, if any."""
-    if finished_steps(stage.directory) != stage.config.steps:
+    is_whole = finished_steps(stage.directory) == stage.config.steps
+    if not is_whole and not why_ended_early(stage.config, stage.directory):
         with ended_by_sigterm():
             train(stage.config, identity=stage.symbolic)
     lines = [json.loads(text) for text in (stage.directory / "metrics.jsonl").read_text().splitlines()]
@@ -319,10 +321,9 @@ def known_measures(stage: ResolvedStage, earlier: dict[str, StageRecord]) -> Mea
 
     Empty unless that stage evaluated the same problems with the same settings.
     """
-    symbolic = stage.symbolic
-    start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
+    start = stage.start
     made_by = earlier.get(start.removeprefix("stage:")) if start.startswith("stage:") else None
-    if made_by is None or _protocol(made_by.settings) != _protocol(symbolic.model_dump(mode="json")):
+    if made_by is None or _protocol(made_by.settings) != _protocol(stage.symbolic.model_dump(mode="json")):
         return {}
     return made_by.after
 

@@ -15,6 +15,7 @@ from actors.placement.fitting import Node, bundles, fits
 from grpo_dist.config import Config
 from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.errors import UserError, expanded
+from grpo_dist.runtime.model_files import is_checkpoint
 from grpo_dist.tools.submit.job import Job, Variable
 
 # Includes other line breaks of editors and YAML.
@@ -40,10 +41,19 @@ def check_resumes(config: Config, run_dir: Path) -> None:
     from grpo_dist.runs.run_directory import finished_steps  # imports torch
 
     num_finished = finished_steps(run_dir)
-    if num_finished is not None and config.epochs is None and num_finished >= config.steps:
+    if num_finished is None or config.epochs is not None:
+        return
+    from grpo_dist.runs.checkpoint import why_ended_early  # imports pyarrow
+
+    if num_finished >= config.steps:
         raise UserError(
             f"{run_dir}: the run is complete ({num_finished} steps); choose another `name`, or raise "
             "`steps` to continue"
+        )
+    if reason := why_ended_early(config, run_dir):
+        raise UserError(
+            f"{run_dir}: the run is complete ({num_finished} steps: {reason}); choose another `name`, or "
+            "change that setting to continue"
         )
 
 
@@ -131,7 +141,7 @@ def check_not_left_behind(inputs: Iterable[tuple[str, str, bool]], python: str |
     if python is not None:
         named.append(("environments.python", python))
     for key, value in named:
-        path = value.removeprefix("random:")
+        path = value.rpartition("@")[0] if is_checkpoint(value) else value.removeprefix("random:")
         if not Path(path).is_absolute() and expanded(path).exists():
             raise UserError(
                 f"`{key}` = {value} is on this machine and does not travel with the job; put it on storage "

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from grpo_dist.config.files import load_config, read_tree
+from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit import kuberay, ray_jobs, slurm_jobs
 from grpo_dist.tools.submit.checks import (
@@ -44,12 +44,6 @@ def submit(
     path: str, overrides: Sequence[str], to: str, dry_run: bool, env: list[str] | None, **options: Any
 ) -> None:
     """Check a job, then print or submit it. ``options``: command-line options, None if not given."""
-    if "stages" in read_tree(Path(path)):
-        raise UserError(
-            f"{path}: a pipeline, and submit takes the configuration of one run; submit its stages in turn "
-            "with --after, or all as one job of Slurm by launch/slurm.sbatch with train=(grpo-dist pipeline "
-            '"$@")'
-        )
     config = load_config(path, overrides)
     check_one_line("`output_dir`", config.output_dir)
     check_resumes(config, run_directory(config.name, config.output_dir))

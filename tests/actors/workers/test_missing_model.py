@@ -1,4 +1,6 @@
-"""A worker on a node without the model's directory, as if only the driver's node has the download."""
+"""A worker on a node without the model's directory, as if only the driver's node has the download; or without
+the run's directory.
+"""
 
 import asyncio
 import platform
@@ -11,6 +13,7 @@ from actors.workers.reward import PolicyTokenizer, RewardModelWorker, load_token
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import ModelConfig
 from grpo_dist.config.rewards import OutcomeModelConfig
+from grpo_dist.errors import UserError
 from grpo_dist.runtime.model_files import check_on_node
 from tests.support.engine_arguments import spec
 
@@ -46,6 +49,20 @@ def test_the_message_names_the_directory_the_node_and_what_to_set(monkeypatch, t
     message = str(refusal.value)
     assert message.startswith(f"model directory {MISSING}: node {platform.node()} ")
     assert "HF_HOME=/home/worker/hub, GRPO_DIST_CACHE=not set" in message
+
+
+def test_a_rank_that_does_not_see_the_run_directory_saves_nothing(tmp_path):
+    """It would make the directory on its own node, and the checkpoint would lack its part."""
+    partial = tmp_path / "checkpoints/.partial_step_000020_0"
+    for call in (
+        lambda: PolicyWorker().check_sees(str(partial)),
+        lambda: PolicyWorker().save(f"{partial}/policy", True),
+    ):
+        with pytest.raises(UserError, match=r"set `output_dir` to a directory on storage") as refusal:
+            call()
+        assert str(refusal.value).startswith(f"{partial}: node {platform.node()} of a policy rank does not")
+    assert not list(tmp_path.iterdir())
+    PolicyWorker().check_sees(str(tmp_path))
 
 
 def test_a_directory_that_is_there_is_no_problem(tmp_path):

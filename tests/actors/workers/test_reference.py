@@ -5,11 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from actors.weight_sync import ReferenceSync
 from actors.workers.reference import ReferencePool, ReferenceWorker
 from grpo_dist.config import ModelConfig, ReferenceConfig, WeightSyncConfig
+from grpo_dist.policy.lora import base_weights
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import Prompt, Rollout
@@ -87,6 +89,25 @@ def test_a_refresh_mixes_in_the_policy_and_checkpoints_restore_it(start, tiny_mo
         model.tie_weights()
         assert close(values, expected(model)) and not close(values, frozen)
     assert all(np.array_equal(a.sampled, b.sampled) for a, b in zip(mixed, restored, strict=True))
+
+
+def test_a_rollback_to_before_the_first_refresh_drops_the_moving_average(tiny_model, tmp_path, monkeypatch):
+    """Without Ray. The same refresh gives the same weights as the first time."""
+    model = ModelConfig(path="tiny", dtype="bfloat16")
+    worker = ReferenceWorker(model=model, model_dir=str(tiny_model), temperature=0.7, token_budget=16)
+    worker.ready()
+    worker._transport = object()
+    moved = [(name, weight + 1.0) for name, weight in base_weights(worker._module.model)]
+    monkeypatch.setattr("actors.workers.reference.receive", lambda *_: [moved])
+    worker.save(tmp_path / "before")
+    worker.mix_in((), 1, 0.001)
+    worker.save(tmp_path / "refreshed")
+    worker.load(tmp_path / "before")
+    worker.mix_in((), 1, 0.001)
+    worker.save(tmp_path / "again")
+    refreshed, again = (load_file(tmp_path / name) for name in ("refreshed", "again"))
+    assert {weight.dtype for weight in refreshed.values()} == {torch.float32}
+    assert all(torch.equal(weight, again[name]) for name, weight in refreshed.items())
 
 
 def test_likeliest_tokens_are_tokens_of_the_policy_also_where_the_teacher_has_more(tiny_model):

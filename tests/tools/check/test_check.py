@@ -101,6 +101,15 @@ def test_golds_that_are_no_mathematics_are_named_by_file_and_row(here):
     assert words + "'north-west!!'" in results()["prompts"].detail
 
 
+def test_passes_over_the_prompts_that_are_left_are_named(here):
+    """`epochs` counts rows before they have tokens."""
+    write("train.jsonl", [*GOOD, *(row | {"problem": "1 + " * 40 + row["problem"]} for row in GOOD[:10])])
+    found = results("epochs=1", "data.overlong=drop")
+    assert "`epochs` = 1 of 30 rows, 4 a step: 7 steps" in found["settings"].detail
+    words = "10 rows are dropped, which `epochs` counts: `steps` = 7 are 1.4 passes over the other 20; for "
+    assert words + "one pass set `steps` = 5" in found["prompts"].detail
+
+
 @pytest.mark.slow
 def test_a_run_that_would_resume_is_checked_too(here):
     assert results()["resume"].detail == "a new run, in runs/run"

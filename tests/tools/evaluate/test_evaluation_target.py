@@ -41,6 +41,49 @@ def test_a_run_is_evaluated_with_its_own_settings_and_the_model_it_exported(run)
     assert [s.path for s in config.data.eval] == ["demo:add3"]
 
 
+@pytest.mark.parametrize("step", ["", "@latest", "@2"])
+def test_the_weights_of_a_run_are_not_merged_with_its_adapter_again(run, step):
+    (run / "config.yaml").write_text(CONFIG.replace("revision: main", "revision: main, adapter: tuned"))
+    assert configuration(f"{run}{step}", [], []).model.adapter is None
+    assert configuration(f"{run}{step}", [], ["model.adapter=other"]).model.adapter == "other"
+
+
+@pytest.mark.parametrize("target", ["{run}", "{run}@2", "{run}/config.yaml"])
+def test_secrets_that_the_evaluation_of_a_run_reads_are_to_be_set_again(run, target):
+    with (run / "config.yaml").open("a") as file:
+        file.write("tracking: {sinks: [{function: 'my:sink', kwargs: {api_key: '***'}}]}\n")
+        file.write("rewards: {functions: [{function: 'my:f', kwargs: {verdict_token: '***'}}]}\n")
+    target, key = target.format(run=run), "rewards.functions.0.kwargs.verdict_token"
+    with pytest.raises(UserError, match=rf"\*\*\* in `{key}` stands for a secret"):
+        configuration(target, [], [])
+    config = configuration(target, [], [f"{key}=right"])
+    assert config.rewards.functions[0].kwargs == {"verdict_token": "right"}
+
+
+def test_rewards_of_replaced_sets_are_left_out(run):
+    """Not those of other sources, and a name that was of no source is refused as before."""
+    text = """
+model: {path: "demo:tiny"}
+data:
+  train: [{path: "demo:add3", name: both}, {path: "demo:add3", name: trained}]
+  eval: [{path: "demo:add3", name: held}, {path: "demo:add3", name: both}, {path: "demo:add4"}]
+rewards: {by_source: {held: {functions: [exact]}, both: {functions: [exact]}, trained: {functions: [exact]}}}
+"""
+    (run / "config.yaml").write_text(text)
+    assert [*configuration(str(run), [], []).rewards.by_source] == ["held", "both", "trained"]
+    assert [*configuration(str(run), ["demo:add4"], []).rewards.by_source] == ["both", "trained"]
+    (run / "config.yaml").write_text(text.replace("{held: {", "{add4: {"))
+    assert [*configuration(str(run), ["demo:add4"], []).rewards.by_source] == ["add4", "both", "trained"]
+    (run / "config.yaml").write_text(text.replace("{held: {", "{typo: {"))
+    with pytest.raises(UserError, match=r"`rewards\.by_source` has typo, but no source"):
+        configuration(str(run), ["demo:add4"], [])
+
+
+def test_a_pipeline_is_not_evaluated():
+    with pytest.raises(UserError, match=r"r1_demo.yaml: a pipeline; expected the configuration of one run"):
+        configuration(str(ROOT / "configs/pipelines/r1_demo.yaml"), [], [])
+
+
 def test_other_data_for_a_run_is_checked_whole(run):
     config = configuration(str(run), ["demo:add4", "x.jsonl"], ["data.eval.1.problem_column=question"])
     assert [(s.path, s.split, s.problem_column) for s in config.data.eval] == [
@@ -152,6 +195,52 @@ def test_other_data_for_a_run_is_read_with_its_nested_columns(run, tmp_path):
     row = {"reward_model": {"ground_truth": "so #### 2"}, "extra_info": {"question": "1+1", "level": 3}}
     (parsed,) = read(make_source(run, tmp_path, row))
     assert (parsed.problem, parsed.answer, parsed.columns) == ("1+1", "2", {"extra_info.level": 3})
+
+
+def test_other_data_for_a_run_is_read_with_every_column_that_makes_its_prompts(run, tmp_path):
+    columns = "problem_template: 'Make {target}.', system_column: role, history_column: before"
+    (run / "config.yaml").write_text(COLUMNS.replace("problem_column: question", columns))
+    row = {"target": 7, "role": "Be brief.", "before": [["1+1", "2"]], "solution": "#### 3+4", "level": 3}
+    (parsed,) = read(make_source(run, tmp_path, row))
+    assert (parsed.problem, len(parsed.messages)) == ("Make 7.", 4)
+
+
+TRAINED = """
+model: {path: "demo:tiny"}
+data:
+  instruction: Add.
+  train:
+    - {path: "demo:add3", instruction: "", environment: python, environment_kwargs: {most: 3}}
+    - {path: "demo:add4", instruction: "", environment: python, environment_kwargs: {most: 3}}
+"""
+
+
+@pytest.mark.parametrize("data", ["gsm8k", "demo:add4", "x.jsonl"])
+def test_other_data_for_a_run_is_asked_as_all_its_training_sources_are(run, data, capsys, monkeypatch):
+    monkeypatch.delenv("GRPO_DATA", raising=False)
+    (run / "config.yaml").write_text(TRAINED)
+    (source,) = configuration(str(run), [data], []).data.eval
+    assert (source.instruction, source.environment, source.environment_kwargs) == ("", "python", {"most": 3})
+    (source,) = configuration(str(run), [data], ["data.eval.0.instruction=Now."]).data.eval
+    assert source.instruction == "Now."
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "settings", "named"),
+    [
+        ('instruction: "", environment: python, environment_kwargs: {most: 3}}\n    - {path: "demo:add4", ',
+         'environment: python, environment_kwargs: {most: 3}}\n    - {path: "demo:add4", ',
+         (None, "python", {"most": 3}), "instruction"),
+        ("most: 3}}\n    -", "most: 4}}\n    -", ("", None, {}), "environment, environment_kwargs"),
+    ],
+    ids=["prompt", "environment"],
+)  # fmt: skip
+def test_settings_in_which_training_sources_differ_are_named(run, capsys, old, new, settings, named):
+    (run / "config.yaml").write_text(TRAINED.replace(old, new))
+    (source,) = configuration(str(run), ["x.jsonl"], []).data.eval
+    assert (source.instruction, source.environment, source.environment_kwargs) == settings
+    assert f"mine: sources of `data.train` differ in {named}, which" in capsys.readouterr().out
 
 
 def test_a_missing_column_is_refused_with_the_key_to_set(run, tmp_path):

@@ -15,6 +15,7 @@ from grpo_dist.cli import main
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.tools.evaluate.completions import Columns, read_completions
 from grpo_dist.tools.evaluate.score import agreement, disagreements
+from grpo_dist.types import Thought
 from tests.support.made_episodes import episodes
 
 NAN = float("nan")
@@ -176,6 +177,37 @@ def test_the_thought_before_an_action_is_read_from_samples_of_a_run(here):
     write("d.jsonl", [{"answer": "12", "turns": [{"action": "12", "thought": "I guess"}]}])
     (samples,) = read_completions(Path("d.jsonl"), Columns())
     assert samples.rollouts[0].turns[0].thought is None
+
+
+@pytest.mark.slow
+def test_samples_that_were_all_cut_off_in_the_thought_of_their_prompt_have_no_answer(here):
+    """The graders would find a box in the thought. Tables of earlier versions do not have the thought."""
+    group = episodes()
+    rollouts = [replace(r, text="\\boxed{12} ...", finish_reason="length", turns=()) for r in group.rollouts]
+    tags = Thought("<THINK>", "</THINK>", "opens")
+    cut_off = replace(group, rollouts=tuple(rollouts), prompt=replace(group.prompt, thought=tags))
+    write_groups(Path("t.parquet"), [cut_off])
+    assert main(["score", "t.parquet"]) == 0
+    assert {row["score"]["outcome"] for row in lines("t.scored.jsonl")} == {"no_answer"}
+    assert main(["score", "t.scored.jsonl"]) == 0
+    assert {row["score"]["outcome"] for row in lines("t.scored.scored.jsonl")} == {"no_answer"}
+    write_table(
+        "old.parquet",
+        ("p", "sums", "1+1", "2", 0, "1+1</think>\\boxed{2}", "stop"),
+        ("q", "sums", "1+2", "3", 0, "\\boxed{3} ...", "length"),
+        ("r", "words", "1+2", "3", 0, "\\boxed{3} ...", "length"),
+    )
+    assert main(["score", "old.parquet"]) == 0
+    outcomes = [row["score"]["outcome"] for row in lines("old.scored.jsonl")]
+    assert outcomes == ["correct", "no_answer", "correct"]
+
+
+def test_columns_that_were_added_to_a_table_of_samples_are_read(here):
+    row = {"uid": "p", "problem": "1+1", "answer": "2", "sample": 0, "completion": "a", "final": "b"}
+    pq.write_table(pa.Table.from_pylist([row | {"gold": "3", "right": True, "tokens": [1, 2]}]), "t.parquet")
+    (item,) = read_completions(Path("t.parquet"), Columns("final", "gold", "right"))
+    assert (item.rollouts[0].text, item.prompt.answer, item.labels) == ("b", "3", (1.0,))
+    assert "tokens" not in item.rows[0]
 
 
 def write_table(name, *rows):

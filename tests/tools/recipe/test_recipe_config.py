@@ -76,6 +76,26 @@ def test_a_supervised_stage_keeps_how_the_model_is_computed_and_not_which_one(wr
     assert (model_config.dtype, model_config.gradient_checkpointing) == ("bfloat16", True)
 
 
+def test_an_adapter_is_merged_into_its_base_alone(write):
+    """Not into the model of a stage that began with it, also with supervised training in between."""
+    tuned = {"kind": "grpo", "config": "../base.yaml", "overrides": {"model.adapter": "tuned"}}
+    sft = {"name": "tune", "kind": "sft", "config": "../base.yaml",
+           "overrides": {"sft.model": "${stage:first}", "sft.seed": 3}}  # fmt: skip
+    for middle, start in (([], "first"), ([sft], "tune")):
+        last = tuned | {"settings": {"model": {"path": f"${{stage:{start}}}"}}}
+        path = write([tuned | {"name": "first"}, *middle, last | {"name": "last"}])
+        message = refusal(path)
+        assert f"`last`: `model.adapter` = tuned: `model.path` = ${{stage:{start}}} contains it" in message
+        assert "stage `first` began with it; set model.adapter to null" in message
+        other = load_pipeline(path, ["last.model.adapter=other"])["last"].config
+        assert other.model.adapter == "other"
+
+
+def test_a_pipeline_as_the_configuration_of_a_stage_is_refused(write):
+    path = write()
+    assert "p.yaml: a pipeline; expected the configuration" in refusal(write(changed(1, config=path.name)))
+
+
 def test_one_seed_is_for_all_stages_and_the_command_line_overrides_settings(write):
     path = write(seed=5)
     pipeline = load_pipeline(path, ["output_dir=out", "reason.steps=9", "again.sft.seed=1"])

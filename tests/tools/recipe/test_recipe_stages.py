@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.tools.recipe.config import ResolvedStage
-from grpo_dist.tools.recipe.record import StageRecord
+from grpo_dist.tools.recipe.record import StageRecord, begin, comparable
 from grpo_dist.tools.recipe.run import known_measures, run_grpo_stage, run_sft_stage
 from tests.support import fakes
 
@@ -40,6 +40,15 @@ def test_the_result_of_a_run_is_measured_by_the_evaluation_of_its_last_step_alon
     assert result.before == {"eval/add3/pass@1": 0.1} and result.after == after
 
 
+def test_a_stage_that_its_best_evaluation_has_ended_does_not_train_again(tmp_path, monkeypatch):
+    """`train` would refuse it as complete."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "DONE").write_text("6\n")
+    monkeypatch.setattr("grpo_dist.tools.recipe.run.why_ended_early", lambda config, directory: "target")
+    monkeypatch.setattr("grpo_dist.tools.recipe.run.train", lambda config, *, identity: pytest.fail("trains"))
+    run_grpo_stage(stage("grpo", tmp_path, steps=9), {}, quiet)
+
+
 def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_directories(tmp_path, monkeypatch):
     """So it resumes after `output_dir` has moved."""
     identities = []
@@ -53,6 +62,14 @@ def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_direct
     moved = stage("grpo", tmp_path, model={"path": "runs/p/01_cold/model"})
     run_grpo_stage(replace(moved, symbolic=fakes.config(model={"path": "stage:cold"})), {}, quiet)
     assert identities == ["stage:cold"]
+
+
+def test_rewards_of_a_held_out_set_belong_to_the_result_of_a_stage_alone(tmp_path):
+    data = {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add4"}]}
+    held = stage("grpo", tmp_path, data=data, rewards={"by_source": {"add4": {"functions": ["exact"]}}})
+    record, key = begin(held, {}), "rewards.by_source.add4.functions.0.function"
+    assert comparable(record, held, "complete").settings[key] == "exact"
+    assert key not in comparable(record, held, "started").settings
 
 
 @pytest.mark.parametrize(("changed", "is_known"), [

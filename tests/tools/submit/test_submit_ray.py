@@ -313,6 +313,9 @@ def test_by_hand_keys_are_not_uploaded_either():
 @pytest.mark.parametrize(("arguments", "words"), [
     (("output_dir=runs",), "`output_dir` = runs is relative"),
     (("data.train.0.path=here.jsonl",), "`data.train.0.path` = here.jsonl is on this machine"),
+    (("model.path=rewards@latest",), "`model.path` = rewards@latest is on this machine"),
+    (("distillation={coef: 0.5, teachers: [{name: t, model: rewards@2}]}",),
+     "`distillation.teachers.0.model` = rewards@2 is on this machine"),
     (("distillation={coef: 0.5, teachers: [{name: t, model: rewards}]}",),
      "`distillation.teachers.0.model` = rewards is on this machine"),
     (("demonstrations={data: here.jsonl, coef: 0.1}",),
