@@ -25,6 +25,7 @@ from actors.workers.exchange import (
     from_arguments,
     submit,
 )
+from grpo_dist.chat.template import read_tokenizer
 from grpo_dist.config import ModelConfig, RewardModelConfig, RewardsConfig
 from grpo_dist.config.rewards import ProcessRewardConfig
 from grpo_dist.errors import expanded, failure_kind
@@ -131,13 +132,14 @@ class RewardWorker(ScoringActor, Metered, Probeable):
         outcome_rewards: Mapping[Any, float] | None = None,
         policy: PolicyTokenizer | None = None,
     ) -> None:
-        super().__init__(threads=2 * settings.processes_per_worker)
         self._max_new_tokens, self._max_length, self._settings = max_new_tokens, max_length, settings
         self._tokenizer = load_tokenizer(policy) if policy and scores_own_steps(settings) else None
         self._pool = GraderPool.from_config(settings)
         self._scorers = scorers_by_source(
             settings.variants, self._pool, workers=settings.num_workers, outcome_rewards=outcome_rewards
         )
+        waiting = sum(scorer.max_concurrency for scorer in self._scorers.values())
+        super().__init__(threads=2 * settings.processes_per_worker + waiting)
 
     def ready(self) -> None:
         """Return once the grader processes are ready."""
@@ -270,10 +272,8 @@ def scores_own_steps(settings: RewardsConfig) -> bool:
 
 
 def load_tokenizer(policy: PolicyTokenizer) -> Any:
-    from transformers import AutoTokenizer  # slow import: only for step rewards
-
     check_on_node(policy.directory)
-    return AutoTokenizer.from_pretrained(policy.directory, trust_remote_code=policy.trust_remote_code)
+    return read_tokenizer(policy.directory, trust_remote_code=policy.trust_remote_code)
 
 
 def add_function_steps(group: Group, steps: StepScores, tokenizer: Any) -> Group:

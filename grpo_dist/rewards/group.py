@@ -202,6 +202,7 @@ class Verdicts:
 # Steps
 
 
+_WINDOW = 64  # tokens; a larger one costs more per decoding, a smaller one more decodings
 # Reduces the scores of steps, at least one, to the score of the completion.
 REDUCE: dict[str, Callable[[Float[np.ndarray, " S"]], float]] = {
     "min": lambda scores: float(scores.min()),
@@ -258,11 +259,25 @@ def decoded_length(tokenizer: Any, token_ids: Int32[np.ndarray, " C"]) -> Callab
 
     A multi-byte character may span tokens. Incomplete, it decodes to replacement characters, which are not
     counted, so it belongs to its last token.
+
+    Decodes windows of at most 2 * `_WINDOW` tokens where possible, not all n. The first `_WINDOW` tokens are
+    context: the start of a text decodes differently, since a leading space may be dropped or a character cut.
     """
     ids = token_ids.tolist()
+    windows = [(0, 0)]  # for each multiple of _WINDOW: first token, and the characters to add to its own
+
+    def count(begin: int, end: int) -> int:
+        text = tokenizer.decode(ids[begin:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return len(text.rstrip("\ufffd"))
 
     def length(n: int) -> int:
-        text = tokenizer.decode(ids[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return len(text.rstrip("\ufffd"))
+        while len(windows) <= n // _WINDOW:
+            (begin, before), end = windows[-1], len(windows) * _WINDOW
+            if context := count(end - _WINDOW, end):
+                windows.append((end - _WINDOW, before + count(begin, end) - context))
+            else:  # special tokens or parts of characters only: no context
+                windows.append((begin, before))
+        begin, before = windows[n // _WINDOW]
+        return before + count(begin, n)
 
     return length

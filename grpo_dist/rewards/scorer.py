@@ -88,6 +88,11 @@ class Scorer:
         for name, reward in self._builtin.items():
             reward.start(workers=(sharing or {}).get(name, 1), note=partial(self._note, name))
 
+    @property
+    def max_concurrency(self) -> int:
+        """Calls of its rewards to servers and sandboxes that may run at once, in as many calls of `score`."""
+        return sum(getattr(reward, "max_concurrency", 0) for reward in self._builtin.values())
+
     def score(
         self, group: CompletionGroup, modelled: Mapping[str, Float32[np.ndarray, " G"]] | None = None
     ) -> Scores:

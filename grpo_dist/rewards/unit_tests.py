@@ -3,10 +3,13 @@
 a test                            what runs, in a separate sandbox                 it passes
 "assert f(2) == 4"                the solution, then the test, in one interpreter  if the test ends
 {"input": "2\\n", "output": "4"}   `python solution.py < input`                     if it prints the output
+{"input": "2", "output": "4",     the solution, then f(2) or Solution().f(2), in   if it returns the output
+ "testtype": "functional",        one interpreter, with LeetCode's imports
+ "metadata": {"func_name": "f"}}
 
-An assertion runs in the process of the solution, which could tamper with it; output is compared outside. A
-program runs as a separate process, because only the end of a process joins threads, runs atexit handlers and
-flushes open files.
+An assertion or a call runs in the process of the solution, which could tamper with it; output is compared
+outside. A program runs as a separate process, because only the end of a process joins threads, runs atexit
+handlers and flushes open files.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import math
 import re
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, PrivateAttr
@@ -71,6 +75,18 @@ _BEGIN = """def _begin(directory):
     os.close(nothing)
     run("solution.py")()
 _begin(__import__("sys").argv[1])
+"""
+# The imports of LeetCode, whose problems begin solutions with `def f(self, x: List[int])`.
+_MODULES = (
+    "typing", "sys", "re", "string", "copy", "math", "random", "datetime", "collections", "heapq", "bisect",
+    "itertools", "functools", "operator", "builtins",
+)  # fmt: skip
+_IMPORTS = "".join(f"from {name} import *\n" for name in _MODULES) + f"import {', '.join(_MODULES)}\n"
+# Both sides are JSON, which has no tuples.
+_CALL = """import json as _json
+_function = getattr(Solution(), {function!r}) if "Solution" in globals() else globals()[{function!r}]
+_result = _function(*map(_json.loads, {arguments!r}))
+assert _json.loads(_json.dumps(_result)) == _json.loads({output!r})
 """
 
 
@@ -186,12 +202,45 @@ def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:
             f"column {column} has no tests; expected a list of assertions or of {{input, output}}, in "
             "`columns` of the data and `kwargs.column`"
         )
-    return tests
+    return [test if isinstance(test, str) else _read_pair(test, column) for test in tests]
+
+
+def _read_pair(test: Mapping[str, Any], column: str) -> dict[str, str]:
+    """Return ``input``, ``output`` and, if the test calls a function, its name as ``function``.
+
+    The kind is LiveCodeBench's `testtype`, or `type` in other data. Raises ValueError for other kinds.
+    """
+    kind = test.get("testtype") or test.get("type")
+    metadata = test.get("metadata")
+    function = metadata.get("func_name") if isinstance(metadata, Mapping) else test.get("fn_name")
+    pair = {"input": test["input"], "output": test["output"]}
+    if kind in (None, "stdin", "stdin_stdout") and not function:
+        return pair
+    is_json = all(map(_is_json, [*_arguments(pair), pair["output"]]))
+    if kind in (None, "functional") and isinstance(function, str) and is_json:
+        return pair | {"function": function}
+    raise ValueError(
+        f"column {column}: a test has testtype {kind!r} and metadata.func_name {function!r}; expected "
+        "`stdin` without a function, or `functional` with one, a JSON argument per line of `input`, and the "
+        "result as JSON in `output`"
+    )
+
+
+def _arguments(test: Mapping[str, str]) -> list[str]:
+    return [line for line in test["input"].split("\n") if line.strip()]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _check_lengths(tests: Sequence[Any], limits: SandboxConfig, output_kb: int) -> None:
     """Raise ValueError for an expected output above the output limit, or an input above the file limit."""
-    pairs = [test for test in tests if not isinstance(test, str)]
+    pairs = [test for test in tests if not isinstance(test, str) and "function" not in test]
     longest = {
         key: max((len(pair[key].encode(errors="replace")) for pair in pairs), default=0)
         for key in ("input", "output")
@@ -229,10 +278,15 @@ async def _passed_all(
 
 async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonSandbox, setup: str) -> bool:
     setup, solution = _pieces(setup, solution)
+    preparation = [setup]
+    if not isinstance(test, str) and "function" in test:
+        preparation = [_IMPORTS, setup]
+        test = _CALL.format(function=test["function"], arguments=_arguments(test), output=test["output"])
     episode = secrets.token_hex(8)
     try:
-        if setup and (ran := await sandbox.run(episode, _sendable(setup))).outcome != "ok":
-            raise _SetupFailed(f"{ran.outcome} {ran.output.strip()[-_REASON:]}".rstrip())
+        for code in filter(None, preparation):
+            if (ran := await sandbox.run(episode, _sendable(code))).outcome != "ok":
+                raise _SetupFailed(f"{ran.outcome} {ran.output.strip()[-_REASON:]}".rstrip())
         if isinstance(test, str):
             if _begun(await sandbox.run(episode, _sendable(solution))).outcome != "ok":
                 return False
@@ -278,9 +332,20 @@ def _failure(what: str, reason: str) -> ProcessFailure:
 
 
 def _same_output(ran: CodeResult, expected: str) -> bool:
-    """Compare line by line, ignoring white space at the ends of lines and of the text."""
+    """Compare line by line, ignoring white space at the ends of lines and of the text. Lines of numbers are
+    compared by value: "0.50 1" equals "0.5  1", as in LiveCodeBench.
+    """
     ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (ran.output, expected))
-    return ours == theirs
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def _same_line(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    try:
+        return [Decimal(word) for word in ours.split()] == [Decimal(word) for word in theirs.split()]
+    except InvalidOperation:  # not all words are numbers
+        return False
 
 
 def _sendable(code: str) -> str:

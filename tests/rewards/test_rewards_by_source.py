@@ -1,6 +1,8 @@
 """Rewards per source: what scores which sample, and the metrics and advantages."""
 
+import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +26,7 @@ from tests.support import fakes
 from tests.support.losses import credit
 from tests.support.made_groups import group_of
 from tests.support.patience import HANG_S
+from tests.support.services import StandIn, replied
 from tests.support.tiers import slow_after
 
 SETTINGS = RewardsConfig.model_validate({
@@ -272,3 +275,39 @@ def test_the_rate_limit_holds_over_all_scorers_of_completions(rates, sources, ra
     with GraderPool(2) as pool:
         score_completions(completions, JUDGED, None, pool, max_new_tokens=10, processes=2)
     assert rates == [rate] * len(rates) and sum(rates) == 60
+
+
+@pytest.mark.machine
+@pytest.mark.slow
+def test_as_many_groups_wait_for_servers_at_once_as_max_concurrency_allows(tmp_path):
+    """Five groups of two sources, on one grader process: each reply waits for the requests of all groups."""
+    arrived = threading.Barrier(5)
+
+    def reply(body, number):
+        arrived.wait(HANG_S)
+        return replied([1.0])
+
+    rows = [{"answer": "7", "completion": "7", "source": source} for source in ("a", "a", "a", "b", "b")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row | {"problem": str(i)}) + "\n" for i, row in enumerate(rows)))
+    completions = read_completions(file, Columns())
+    with StandIn(reply) as server, GraderPool(1) as pool:
+        kwargs = {"url": server.base_url, "timeout_s": HANG_S, "max_concurrency": 3}
+        source = {"functions": [{"function": "remote", "kwargs": kwargs}]}
+        settings = RewardsConfig.model_validate(
+            {"by_source": {"a": source, "b": source}, "processes_per_worker": 1}
+        )
+        scored = score_completions(completions, settings, None, pool, max_new_tokens=10, processes=1)
+        worker = RewardWorker(settings, max_new_tokens=10)
+        requests = [(i, (item.prompt, (item.rollouts, None), {})) for i, item in enumerate(completions)]
+
+        async def answers():
+            await worker.submit(requests)
+            collected = []
+            while len(collected) < len(requests):
+                collected += await worker.collect()
+            return [np.frombuffer(scores[0], np.float32).tolist() for _, (scores, _) in collected]
+
+        rewards = asyncio.run(answers())
+        worker.close()
+    assert [group.rewards.tolist() for group in scored.groups] == rewards == [[1.0]] * 5

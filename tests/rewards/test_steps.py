@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.rewards.group import decoded_length, split_steps, token_ends
@@ -51,10 +51,31 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["characters", "words"])
+def llama_tokenizer():
+    """Build a tokenizer like Llama 2's: words begin with a space, which the first loses, and a character that
+    is not in the vocabulary is its bytes.
+    """
+    letters = sorted({c for text in TEXTS for c in text if c.isascii() and c != " "} | {"▁"})
+    pieces = ["<unk>", END, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "▁i", "▁is"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("▁", "i"), ("▁i", "s")]
+    fast = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fast.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END)
+
+
+@pytest.fixture(scope="module", params=["characters", "words", "pieces"])
 def tokenizer(request):
     if request.param == "characters":
         return character_tokenizer()
+    if request.param == "pieces":
+        return llama_tokenizer()
     plain, learner = Qwen2Tokenizer().backend_tokenizer, Tokenizer(models.BPE())
     learner.pre_tokenizer, learner.normalizer = plain.pre_tokenizer, plain.normalizer
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -84,3 +105,28 @@ def test_word_pieces_that_contain_the_separator(tokenizer):
     ends = token_ends([3, 6, 7], len(ids), decoded_length(tokenizer, ids)).tolist()
     pieces = [tokenizer.decode([i]) for i in ids.tolist()]
     assert ["".join(pieces[: end + 1]) for end in ends] == ["x\n\n", "x\n\nx\n\n", "x\n\nx\n\nx"]
+
+
+class Decoding:
+    """A tokenizer that records the longest list of tokens that it decodes."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.longest = tokenizer, 0
+
+    def decode(self, ids, **options):
+        self.longest = max(self.longest, len(ids))
+        return self._tokenizer.decode(ids, **options)
+
+
+def test_a_long_text_is_decoded_in_windows_that_count_as_the_whole(tokenizer, monkeypatch):
+    """Windows begin within characters, at spaces, and after more special tokens than a window has."""
+    monkeypatch.setattr("grpo_dist.rewards.group._WINDOW", 8)
+    decode = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    texts = tokenizer("é∑ 答案 🙂🙂 is 1 2 is\n\n" * 4)["input_ids"]
+    separated = [*texts, *[tokenizer.convert_tokens_to_ids(END)] * 30, *texts]
+    for ids, longest in ((texts, 16), (separated, len(separated))):
+        whole = [len(tokenizer.decode(ids[:n], **decode).rstrip("\ufffd")) for n in range(len(ids) + 1)]
+        decoding = Decoding(tokenizer)
+        length = decoded_length(decoding, np.array(ids, np.int32))
+        assert [length(n) for n in reversed(range(len(ids) + 1))][::-1] == whole
+        assert decoding.longest <= longest and len(ids) > 4 * 16

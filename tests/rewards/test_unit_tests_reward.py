@@ -63,6 +63,41 @@ def test_a_program_is_right_if_it_prints_the_output(pool):
     assert scores.rewards.tolist() == [1, 1, 0, 0, 0, 0, 1]
 
 
+FUNCTIONAL = {"testtype": "functional", "metadata": {"func_name": "scaled"}}
+
+
+@pytest.mark.slow
+def test_a_function_is_right_if_it_returns_the_output(pool):
+    """A test of LiveCodeBench; solutions may leave out the imports that LeetCode has."""
+    tests = [
+        {"input": "[1, 2]\n3", "output": "[3, 6]"} | FUNCTIONAL,
+        {"input": '[]\n"a\\nb"', "output": "[]"} | FUNCTIONAL,
+    ]
+    body = "def scaled({}values: List[int], factor):\n{}    print(factor)\n{}    return {}"
+    method = body.format("self, ", "    ", "    ", "tuple(value * factor for value in values)")
+    completions = [
+        block("class Solution:\n    " + method),
+        block(body.format("", "", "", "[*map(partial(mul, factor), values)]")),
+        block(body.format("", "", "", "[3, 6]")),
+        block(body.format("", "", "", "exit(0)")),
+        block("print([3, 6])"),
+    ]
+    scores, scorer = run(pool, completions, tests, setup_column="setup")
+    assert scores.rewards.tolist() == [1, 1, 0, 0, 0] and scorer.failures == {}
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("0.5", "0.50", True), ("1e2  -0\n7 ", "100 0.0\n07", True), ("a b", "a b ", True),
+        ("0.5", "0.51", False), ("1 2", "1 2 0", False), ("1\n2", "1 2", False), ("a  b", "a b", False),
+        ("nan", "NaN", False), ("snan", "1", False), ("0.30000000000000004", "0.3", False),
+    ],
+)  # fmt: skip
+def test_lines_of_numbers_are_compared_by_value(printed, expected, same):
+    assert unit_tests._same_output(CodeResult(printed, "ok", 0.0), expected) is same
+
+
 @pytest.mark.slow
 def test_the_code_of_the_data_runs_in_front_and_by_itself(pool):
     """A solution may begin with an import from __future__; what the setup prints does not count as its
@@ -324,10 +359,28 @@ def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, mon
 def test_tests_are_a_list_or_its_json():
     assert read_tests('["assert f()", "assert g()"]', "t") == ["assert f()", "assert g()"]
     assert read_tests("def check(f): pass\ncheck(f)", "t") == ["def check(f): pass\ncheck(f)"]
-    assert read_tests([{"input": "", "output": ""}], "t") == [{"input": "", "output": ""}]
+    pair = {"input": "", "output": ""}
+    for kind in ({}, {"testtype": "stdin", "metadata": {"func_name": None}}, {"type": "stdin_stdout"}):
+        assert read_tests([pair | kind], "t") == [pair]
+    call = {"input": "1", "output": "2"}
+    assert read_tests([call | FUNCTIONAL], "t") == [call | {"function": "scaled"}]
     for wrong in (None, "", [], [1], [{"input": "1"}], "3", {"input": "", "output": ""}):
         with pytest.raises(ValueError, match="column t has no tests"):
             read_tests(wrong, "t")
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        {"testtype": "functional", "metadata": {}}, {"type": "function_call", "fn_name": "f"},
+        {"testtype": "stdin", "metadata": {"func_name": "f"}}, FUNCTIONAL | {"input": "[1,"},
+        FUNCTIONAL | {"output": "two"}, FUNCTIONAL | {"output": "[" * 100_000},
+    ],
+)  # fmt: skip
+def test_tests_that_cannot_be_run_are_refused(test):
+    words = r"column t: a test has testtype .*; expected `stdin` without a function, or `functional` with one"
+    with pytest.raises(ValueError, match=words):
+        read_tests(["assert f()", {"input": "1", "output": "2"} | test], "t")
 
 
 @pytest.mark.slow
