@@ -205,21 +205,25 @@ def _share_modulus(node: Formula) -> Formula:
 
 
 def _spread(node: Formula, other: Formula) -> Formula:
-    """Turn ``(a,b)=(1,2)`` into ``a=1, b=2`` where the other formula is a list of statements."""
-    if (
-        node.kind != "relation"
-        or node.name != "="
-        or other.kind not in ("list", "and")
-        or not _is_statement(other)
+    """Turn ``(a,b)=(1,2)`` into ``a=1, b=2`` where the other formula is a list of statements, and
+    ``x \\in \\{1,2\\}`` into ``x=1, x=2`` where it is a number or a list."""
+    if node.kind != "relation":
+        return node
+    names, values = node.parts[0], node.parts[-1]
+    is_list = not (_is_set(other) or other.kind in ("tuple", "matrix"))
+    if node.name == "in" and _is_name(names) and values.kind == "set" and values.parts and is_list:
+        names = Formula("tuple", (names,) * len(values.parts))
+    elif not (
+        node.name == "="
+        and other.kind in ("list", "and")
+        and _is_statement(other)
+        and names.kind == values.kind == "tuple"
+        and len(names.parts) == len(values.parts)
     ):
         return node
-    names, values = node.parts
-    if names.kind == values.kind == "tuple" and len(names.parts) == len(values.parts):
-        return Formula(
-            "list",
-            tuple(Formula("relation", pair, "=") for pair in zip(names.parts, values.parts, strict=True)),
-        )
-    return node
+    pairs = zip(names.parts, values.parts, strict=True)
+    equations = tuple(Formula("relation", pair, "=") for pair in pairs)
+    return equations[0] if len(equations) == 1 else Formula("list", equations)
 
 
 def _is_statement(node: Formula) -> bool:
@@ -270,7 +274,19 @@ def _same_equation(ours: Formula, theirs: Formula) -> bool | None:
         _is_letter(n) and n.kind == "call" and [p.kind for p in n.parts] == ["symbol"] for n in names
     ):
         b = _renamed(b, names[1].parts[0].name, names[0].parts[0].name)  # f(t)=t^2 is f(x)=x^2
+    if _is_solution(a) and not _is_solution(b):
+        return False
     return _proportional(_difference(a.parts), _difference(b.parts), signed=False)
+
+
+def _is_solution(node: Formula) -> bool:
+    """Return whether a relation has x or -x alone on a side, and constants on the others."""
+    others = [part for part in node.parts if not _is_named(part)]
+    return 0 < len(others) < len(node.parts) and not any(map(_variables, others))
+
+
+def _is_named(side: Formula) -> bool:
+    return _is_name(side.parts[0] if side.kind == "negative" else side)
 
 
 def _difference(sides: Sequence[Formula]) -> Formula:
@@ -284,6 +300,8 @@ def _same_relation(ours: Formula, theirs: Formula) -> bool | None:
     if signs != other_signs:
         return False if {*signs, *other_signs} <= {"<", "<=", "=", "!="} else None
     if set(signs) <= {"<", "<=", "!="} and len(signs) == 1:
+        if _is_solution(a) and not _is_solution(b):
+            return False
         return _proportional(_difference(a.parts), _difference(b.parts), signed=signs != ["!="])
     verdicts = [_same_statement(x, y) for x, y in zip(a.parts, b.parts, strict=True)]
     return None if None in verdicts else all(verdicts)
@@ -538,6 +556,12 @@ def _compare_as_sets(ours: Formula, theirs: Formula) -> bool | None:
     """Compare as sets of real numbers if one side is an interval, a union or an inequality."""
     if not any(_is_set(node) for node in (ours, theirs)):
         return None
+    if (
+        ours.kind in ("interval", *_OF_SETS)
+        and theirs.kind == "relation"
+        and not any(map(_is_named, theirs.parts))
+    ):
+        return False if _is_set(theirs) else None  # 2x-1 > 5 is not (3, \infty) yet
     for node, other in ((ours, theirs), (theirs, ours)):
         if node.kind in ("interval", "union", "intersection", "difference") and _is_number(other):
             return False

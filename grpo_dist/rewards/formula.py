@@ -114,6 +114,7 @@ _TOKEN = re.compile(
     r"|(?P<word>[A-Za-z]+)|(?P<sign>.)",
     re.DOTALL,
 )
+_TOUCHES = re.compile(r"[\d^_{}]|\.\d|\\(?!text|mbox|q?quad)[A-Za-z]")  # a factor beside a run of letters
 _GROUPED = re.compile(r"(?<=\d)\{,\}(?=\d{3})")
 _SCIENTIFIC = re.compile(r"(?<![\w.)}\]])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?=\s*(?:[,;)\]}]|\\[\]})]|$))")
 _NAMED_INDEX = re.compile(r"_\s*\{\s*([A-Za-z]{2,})\s*\}")
@@ -131,9 +132,10 @@ class _Token(NamedTuple):
 
 
 def is_word(letters: str) -> bool:
-    """Return whether a run of letters is text rather than a product of variables.
+    """Return whether a run of letters alone is text rather than a product of variables.
 
-    ``abc``, ``xyz`` and ``mnp`` are products: they are in alphabetical order or have no vowel.
+    ``abc``, ``xyz`` and ``mnp`` are products: they are in alphabetical order or have no vowel. So is any run
+    that touches another factor, see `_tokens`: ``2Rab``, ``kte^{-kt}``, ``\\angle BAC``.
     """
     plain = letters.lower()
     return len(plain) > 2 and list(plain) != sorted(plain) and any(letter in "aeiou" for letter in plain)
@@ -156,24 +158,25 @@ def parse(text: str) -> Formula:
 
 
 def _tokens(text: str) -> Iterator[_Token]:
-    spaced = False
+    spaced, before = False, ""
     for count, match in enumerate(_TOKEN.finditer(text)):
         kind, token = str(match.lastgroup), match.group()
         if count > _MAX_TOKENS:
             raise Unread("too long")
         if kind == "space" or (kind == "command" and token[1:] in _IGNORED):
-            spaced = True
+            spaced, before = True, before if before.startswith("\\") else ""
             continue
         if kind == "word":
-            yield from _split_letters(token, spaced)
+            touches = _TOUCHES.match(before) or _TOUCHES.match(text, match.end())
+            yield from _split_letters(token, spaced, alone=touches is None)
         elif kind == "words":
             yield from _read_font(token, spaced)
         else:
             yield _Token(kind, token, spaced)
-        spaced = False
+        spaced, before = False, token
 
 
-def _split_letters(letters: str, spaced: bool) -> Iterator[_Token]:
+def _split_letters(letters: str, spaced: bool, alone: bool = True) -> Iterator[_Token]:
     if letters in ("or", "and"):
         yield _Token("command", "\\lor" if letters == "or" else "\\land", spaced)
         return
@@ -186,7 +189,7 @@ def _split_letters(letters: str, spaced: bool) -> Iterator[_Token]:
             if letters != name:
                 yield _Token("letter", letters[-1], False)
             return
-    if is_word(letters):
+    if alone and is_word(letters):
         raise Unread(letters)
     for place, letter in enumerate(letters):
         yield _Token("letter", letter, spaced and not place)

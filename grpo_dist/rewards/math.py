@@ -7,7 +7,8 @@
 2. Text that is equal after light normalisation is correct, so a gold that no parser understands still counts.
 3. Gold and answer are parsed as ``$...$``; the answer as a box too.
 4. A match of math-verify is rejected when the numbers differ relatively (its rounding is absolute:
-   1.6e-19 = 1.7e-19), or when base (it ignores subscripts: 52_8 = 52_9), unit or variable differ.
+   1.6e-19 = 1.7e-19), when base (it ignores subscripts: 52_8 = 52_9), unit or variable differ, or when it
+   left out a number.
 
 The grader has no time limit: `pool.GraderPool` enforces deadlines from outside, in killable processes. No
 text of a model is evaluated as Python. math-verify finds answers in text by patterns of decreasing priority
@@ -35,6 +36,7 @@ from grpo_dist.rewards.formula import MORE_THAN_ALGEBRA, is_word
 from grpo_dist.rewards.text import (
     alternatives,
     boxes,
+    measured,
     normalise,
     quantity,
     same_list,
@@ -72,9 +74,8 @@ _RELATIVE = 1e-4  # largest relative difference of equal numbers
 _PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
 _FEW_WORDS = 25  # a gold with more words is a solution that ends in its answer
 _FORMULA = re.compile(r"\$([^$]+)\$")
-_UNIT_BEHIND = re.compile(
-    r"(.*\S)\s*\\(?:text|mbox|mathrm)\s*\{[A-Za-z .]+\}(?:\s*\^\s*\{?[23]\}?)?", re.DOTALL
-)
+# A letter in text is a variable unless it is a unit: \text{x}, not \text{m}.
+_VARIABLE_IN_TEXT = re.compile(r"\\[a-z]+\s*\{[~\s]*(?![mgshLNJWVACKFT])[A-Za-z][~\s]*\}(?:\s*\^.*)?")
 _MONEY = re.compile(r"\\?\$\s*([^$]+)")
 _WORDS_ALONE = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[A-Za-z ,()]{2,}\}")
 _RATIO = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
@@ -136,8 +137,10 @@ def grade(
     response = tagged or completion[-_LONGEST_RESPONSE:]
     if response.strip() and len(response) <= 4 * len(gold) + 40 and _same_text(response, gold):
         return Grade.from_outcome("correct")
-    if _is_option(gold) and (choice := stated_choice(response)) is not None:
-        return Grade.from_outcome("correct" if choice == normalise(gold) else "wrong")
+    if _is_option(gold):
+        option = _marked(tagged)
+        if choice := stated_choice(response) or (option and option[0]):
+            return Grade.from_outcome("correct" if choice == normalise(gold) else "wrong")
     phrase = _phrase(tagged)
     if phrase and _box_is_right([phrase], gold, accept_arithmetic):
         return Grade.from_outcome("correct")
@@ -236,9 +239,13 @@ def _is_option(gold: str) -> bool:
     return re.fullmatch("[A-J]", normalise(gold)) is not None
 
 
+def _marked(answer: str) -> tuple[str, str] | None:
+    """Return letter and text of a short answer that begins with an option's mark, else None."""
+    return marked_option(answer) if len(answer) <= _LONGEST_ANSWER else None
+
+
 def _box_is_right(boxes: list[str], gold: str, accept_arithmetic: bool) -> bool:
-    option = marked_option(boxes[-1]) if len(boxes[-1]) <= _LONGEST_ANSWER else None
-    if option is not None:
+    if (option := _marked(boxes[-1])) is not None:
         # Never both: another option's letter is wrong even if its text equals the gold.
         part = option[0] if _is_option(gold) else option[1]
         if part and _plain_box_is_right([part], gold, accept_arithmetic):
@@ -278,27 +285,45 @@ def _same_spellings(gold: str, answer: str) -> bool:
             continue
         if equal is None and is_known_to_math_verify(ours) and is_known_to_math_verify(theirs):
             undecided.append(rename_capitals(ours, theirs))
+    # `_differs_in_marks` has compared all numbers of two lists in words.
+    in_words = bool(worded_numbers(gold) and worded_numbers(answer))
     for ours, theirs in undecided:
         gold_reading = _reading_of(ours)
         # As a formula first, then as a box, which math-verify parses more leniently.
         for text in (f"${theirs}$", f"\\boxed{{{theirs}}}"):
-            if gold_reading and (reading := read(text)) is not None and _equal(gold, gold_reading, reading):
+            if (
+                gold_reading is not None
+                and (reading := read(text)) is not None
+                and (in_words or not (_leaves_number_out(gold_reading) or _leaves_number_out(reading)))
+                and _equal(gold, gold_reading, reading)
+            ):
                 return True
     return False
+
+
+def _leaves_number_out(reading: Reading) -> bool:
+    """Return whether a number or an equation is not in the reading of its text: of ``3\\text{ (at }x=7)``."""
+    before = re.sub(r"^[^=\d]*=\s*$", "", reading.before)  # the other side of an equation
+    return any(_LEFT_OUT.search(_WORDS.sub(" ", text)) for text in (before, reading.after))
 
 
 @lru_cache(maxsize=4096)
 def _formulas_of(answer: str) -> tuple[str, ...]:
     """Return the spellings without their units (``\\$3.50``, ``12\\sqrt{13}\\text{ feet}``), ratios as
-    quotients.
+    quotients; with and without a unit that is a letter, ``5\\sqrt{2}\\text{ m}``.
     """
     texts = []
     for spelling in spellings(answer):
         if (money := _MONEY.fullmatch(spelling)) and is_formula(money[1]):
             spelling = money[1]
         text = _RATIO.sub(r"\1/\2", spelling) if _RATIO.fullmatch(spelling) else spelling
-        measured = None if is_formula(text) else _UNIT_BEHIND.fullmatch(text)
-        texts.append(measured[1] if measured and is_formula(measured[1]) else text)
+        split = measured(text)
+        if split and is_formula(split[0]):
+            if not is_formula(text):
+                text = split[0]
+            elif value(split[0]) is not None and not _VARIABLE_IN_TEXT.fullmatch(split[1]):
+                texts.append(split[0])
+        texts.append(text)
     return tuple(dict.fromkeys(texts))
 
 
@@ -429,11 +454,17 @@ _RELATION = r"(?:[<>]|!\s*=|\\(?:n?[lg]eq?(?:slant)?|[lg]t|neq?|not|in)(?![A-Za-
 _DROPPED = re.compile(  # signs that math-verify skips, and a formula that begins or ends with an operator
     rf"['’?&]|[^\x00-\x7f]|=/=|\.\.\.|\\[lcd]?dots|\^\s*\{{?\s*(?:\\prime|[-+]\s*(?:\}}|$))|\\\\|^\s*{_RELATION}|[-+*/^_=<>]\s*$"
 )
-_VALUE_IN_TEXT = re.compile(r"\\text[a-z]*\s*\{[^{}A-Za-z=]*[\d?][^{}A-Za-z=]*\}")
+_VALUE_IN_TEXT = re.compile(  # and a condition: 17\text{ when } x=18
+    r"\\text[a-z]*\s*\{(?:[^{}A-Za-z=]*[\d?][^{}A-Za-z=]*\}|\s*\(?(?:when|where|if|for|with|at)\b[^{}]*\}[^{}]*=)"
+)
 _BARS = re.compile(r"\||\\[lr]?vert(?![a-z])")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _RUN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-_MATRIX = re.compile(r"\\begin\{[a-z]+\}.*?\\end\{[a-z]+\}", re.DOTALL)
+_MATRIX = re.compile(  # math-verify reads one fragment of other environments, as of cases
+    r"\\begin\{([pbvBV]?(?:small)?matrix)\}.*?\\end\{\1\}|\\begin\{array\}[^=<>]*?\\end\{array\}", re.DOTALL
+)
+_WORDS = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)\s*\{[^{}]*(?:\}|$)")  # up to the end of the context
+_LEFT_OUT = re.compile(r"(?<!_)(?<!_\{)(?<!_\{>)\d|=")  # not the number of an index
 _READ = frozenset(  # commands in the grammar of math-verify
     re.findall(
         r"\w+",

@@ -42,7 +42,7 @@ _STRIKES = re.compile(
     r"|\\enclose\s*\{[^{}]*strike[^{}]*\}"
 )
 _STRUCK_CHARACTER = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20e5]")  # after "=" it forms another sign
-_LISTED = re.compile(rf"{TEXT}\s*\{{([\s,;]*(?:or\b|and\b|,|;)[^{{}}]*\d[^{{}}]*)\}}")
+_LISTED = re.compile(rf"{TEXT}\s*\{{([\s,;]*(?:or\b|and\b|,|;|=)[^{{}}]*\d[^{{}}]*)\}}")
 _SEPARATED = re.compile(rf"{TEXT}\s*\{{\s*[,;&]\s*\}}|\\&")
 _CONNECTIVE = re.compile(
     rf"(?:,\s*)?{TEXT}\s*\{{[\s,]*(?P<words>or|and)\s*\}}|(?:,\s*)?(?<=[\d\s)}}\],])\s(?P<plain>or|and)\s"
@@ -145,10 +145,11 @@ def remove_commands(text: str, commands: re.Pattern[str], replacement: str = " "
 
 _SYMBOL = r"[A-Za-z]|\\(?:circ|prime|top|pi|infty|alpha|beta|gamma|theta|lambda|mu|phi|omega)(?![A-Za-z])"
 _BARE = re.compile(  # the argument of an index, an exponent or a root
-    rf"\\text[a-z]*\s*\{{[^{{}}]*\}}|(\\log\s*_)\s*(\d)|([\^_])\s*(\d+(?:\.\d+)?|{_SYMBOL})"
+    rf"\\(?:text[a-z]*|mathrm)\s*\{{[^{{}}]*\}}|(\\log\s*_)\s*(\d)|([\^_])\s*(\d+(?:\.\d+)?|{_SYMBOL})"
     r"|(\\sqrt(?:\s*\[[^\[\]]*\])?)\s*(\d+|(?<=[\s\]])[A-Za-z])"
 )
-_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])\s*([^{}]*)\}")
+_ONE_DEEP = r"((?:[^{}]|\{[^{}]*\})*)"
+_INFIX = re.compile(rf"(?:\{{|\A){_ONE_DEEP}\\(choose|over)(?![A-Za-z])\s*{_ONE_DEEP}(?:\}}|\Z)")
 _TWO_PARTS = re.compile(r"\\(?:[dtc]?frac|[dt]?binom)(?![A-Za-z])\s*")
 _PART = re.compile(rf"\s*(\d|{_SYMBOL})")
 
@@ -156,12 +157,12 @@ _PART = re.compile(rf"\s*(\d|{_SYMBOL})")
 def add_braces(text: str) -> str:
     """Put braces around bare arguments of indices, exponents, roots and fractions.
 
-        x_i^2 -> x_{i}^{2}     \\log_2 8 -> \\log_{2} 8     \\frac1{23} -> \\frac{1}{23}
+        x_i^2 -> x_{i}^{2}     \\log_2 8 -> \\log_{2} 8     \\frac1{23}, {1\\over 23} -> \\frac{1}{23}
 
     An exponent, an index or a root takes a whole number (x^10 is meant as x^{10}); a fraction and the base of
     a logarithm take one digit.
     """
-    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _INFIX.sub(lambda m: f"\\{'frac' if m[2] == 'over' else 'binom'}{{{m[1]}}}{{{m[3]}}}", text)
     text = _BARE.sub(
         lambda match: "{}{{{}}}".format(*filter(None, match.groups())) if match.lastindex else match.group(),
         text,
@@ -220,12 +221,22 @@ _SYMBOLS = "mm cm km dm mg kg ml mL ft in yd mi lb lbs oz hr hrs min sec pm am H
     " ", "|"
 )
 _WORDS = r"\s[A-Za-z]{3,}[A-Za-z .]*"  # without a space it is a product: 12xyz
-_IN_TEXT = r"\\(?:text|mathrm|mbox)\s*\{(?:[^{}\d?+~&]|(?<=[A-Za-z^])\d)*\}"
+_IN_TEXT = r"\\(?:text|mathrm|mbox)\s*\{(?:[^{}\d?+~&]|(?<=[A-Za-z^])\d|\^\s*\{-?\d\})*\}"
+_UNIT_IN_TEXT = r"\\(?:text|mathrm|mbox)\s*\{(?:[A-Za-z .~/]|\\(?:cdot|[,;: ])|\^\s*(?:\{-?\d\}|-?\d))+\}"
 _ORDINAL = rf"(?:st|nd|rd|th)(?:{_WORDS})?"
 # Without a space m/s may be a quotient of variables.
 _QUOTIENT = rf"(?:(?<=\s)|(?=[A-Za-z]{{2}}))(?:{_SYMBOLS})\s*/\s*(?:{_SYMBOLS})"
 _SHORT = rf"(?:{_QUOTIENT}|{_SYMBOLS})(?![A-Za-z])\.?"
-_UNIT = rf"(?:{_SHORT}|{_ORDINAL}|{_WORDS}|{_IN_TEXT})(?:\s*\^\s*\{{?\d\}}?)?"
+_POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
+
+
+def _chain(part: str) -> str:
+    """Return the pattern of units of several parts: ``\\mathrm{km} / \\mathrm{h}``, ``^\\circ\\text{C}``."""
+    return rf"(?:{DEGREES}\s*)?{part}{_POWER}(?:\s*(?:(?:/|\\cdot(?![A-Za-z]))\s*)?{part}{_POWER})*"
+
+
+_UNIT = rf"(?:{_SHORT}|{_ORDINAL}|{_WORDS}){_POWER}|{_chain(_IN_TEXT)}"
+_MEASURED = re.compile(rf"(.*\S)\s*({_chain(_UNIT_IN_TEXT)})", re.DOTALL)
 CURRENCY = r"(?:\\?\$|[€£¥₹₩₽]|\\(?:euro|pounds|yen)(?![A-Za-z]))"
 _QUANTITY = re.compile(
     rf"(?:{CURRENCY}\s*)?(-?\s*(?:\d+,\d{{1,2}}(?=\s*€)|{_VALUE}))\s*(?:({_UNIT}|{DEGREES})|{CURRENCY})?\s*\.?"
@@ -256,9 +267,16 @@ _HTML = re.compile(r"<su([pb])>(.*?)</su\1>")
 _WORD_LABEL = re.compile(
     r"(?:\\text\s*\{\s*)?\b[A-Z][a-z]{2,}(?:\s+[a-z]{2,})?\s*(?:\}\s*)?[:=]\s*(?=-?[\d\\])"
 )
+_SYSTEM = re.compile(
+    r"(?:(?:\\left\s*)?\\\{\s*)?\\begin\{(cases|aligned|array)\}(?:\{[lcr]+\})?(?P<rows>.*)\\end\{\1\}"
+    r"(?:\s*\\right\s*\.)?",
+    re.DOTALL,
+)
+_ROW = re.compile(r"([^=&<>]+)&?\s*=\s*&?([^=&<>]+)")
 _VECTOR = re.compile(r"\\(?:nabla|vec|mathbf|boldsymbol)(?![A-Za-z])")
 _VECTOR_OF_LETTER = re.compile(r"(\\(?:vec|mathbf|boldsymbol))\s*(?:\{\s*([A-Za-z])\s*\}|\s([A-Za-z]))")
 _SIZED_BRACE = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)\s*(?=\\[{}])")
+_IN_DOLLARS = re.compile(r"\\(?:text|mbox)\s*\{\s*\$([^$]*)\$\s*\}")
 _QUOTED = re.compile(r"^(['\"])(.*)\1$", re.DOTALL)
 _TWICE_NEGATED = re.compile(r"-\s*\(\s*-([^()+\-=<>,]*)\)(?!\s*[\^!])")
 _STATEMENTS = (  # phrases before an answer
@@ -364,8 +382,9 @@ def tidy(answer: str) -> str:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = _OTHER_NAMES.sub(lambda match: _SAME_AS[match.group().strip()], re.sub(r"\\!\s*", "", text))
     text = _HTML.sub(lambda match: f"{'^' if match[1] == 'p' else '_'}{{{match[2]}}}", text)
+    text = _IN_DOLLARS.sub(r"\1", text)
     text = _QUOTED.sub(r"\2", re.sub(r"\\[\[\]()]|(?<!\\)\$", "", text).strip())
-    text = strip_outer_braces(add_braces(_SIZED_BRACE.sub("", text)))
+    text = strip_outer_braces(add_braces(_SIZED_BRACE.sub("", _list_equations(text))))
     text = _ungroup(text)
     text = _REPEATING.sub(lambda m: _fraction(*m.groups()), text)
     text = _DOTTED.sub(lambda m: _fraction(*m.groups()), text)
@@ -385,6 +404,14 @@ def tidy(answer: str) -> str:
     text = re.sub(r"\+\s*\\infty", r"\\infty", text)
     text = re.sub(r"(?<=[\w})])\.$", "", text)
     return text.lstrip("+").strip()
+
+
+def _list_equations(text: str) -> str:
+    """Replace a system by its equations: ``\\begin{cases}x=1\\\\y=2\\end{cases}`` -> ``x=1, y=2``."""
+    if (system := _SYSTEM.fullmatch(text)) is None:
+        return text
+    rows = [_ROW.fullmatch(row.strip().rstrip(",;.")) for row in system["rows"].split("\\\\") if row.strip()]
+    return ", ".join(f"{row[1]}={row[2]}" for row in rows if row) if all(rows) else text
 
 
 def _ungroup(text: str) -> str:
@@ -470,6 +497,15 @@ def quantity(plain: str) -> tuple[str, str] | None:
     if match is None or _NOT_A_UNIT.search(match.group(2) or ""):
         return None
     return match.group(1), match.group(2) or ""
+
+
+def measured(plain: str) -> tuple[str, str] | None:
+    """Split any value from its unit in text: ``5\\sqrt{2}\\text{ m}`` -> (``5\\sqrt{2}``, ``\\text{ m}``).
+
+    None without such a unit.
+    """
+    match = _MEASURED.fullmatch(plain)
+    return None if match is None or _NOT_A_UNIT.search(match[2]) else (match[1], match[2])
 
 
 def labelled_list(answer: str) -> tuple[tuple[str, str], ...]:

@@ -20,9 +20,11 @@ from grpo_dist.rewards.text import (
     SCALE_WORDS,
     TEXT,
     latex,
+    measured,
     normalise,
     percent,
     quantity,
+    replace_connectives,
     tidy,
 )
 
@@ -199,10 +201,16 @@ _BASES = {
 
 
 def label(answer: str) -> str | None:
-    """Return the left-hand side of a single equation: ``x = 5`` -> ``X``, ``f(t) = t^2`` -> ``F``."""
+    """Return the name of the value of a single equation, or of the elements of a set.
+
+    ``x = 5``, ``x \\in \\{5\\}`` -> ``X``, ``f(t) = t^2`` -> ``F``
+    """
     plain = tidy(answer)
-    match = LABEL.match(plain) if plain.count("=") == 1 else None
+    match = LABEL.match(plain) if plain.count("=") == 1 else _ELEMENT.match(plain)
     return normalise(re.sub(r"\(\s*[A-Za-z]\s*\)", "", match.group(1))) if match else None
+
+
+_ELEMENT = re.compile(r"\s*([A-Za-z])\s*\\in(?![A-Za-z])")
 
 
 def unit(answer: str) -> str | None:
@@ -219,10 +227,8 @@ def unit(answer: str) -> str | None:
         return "base"
     if (sign := re.search(CURRENCY, plain)) is not None:
         return _unit_named(_CURRENCIES[sign.group().lstrip("\\")])
-    measured = quantity(plain)
-    if measured is None or not measured[1]:
-        return None
-    return "deg" if re.fullmatch(DEGREES, measured[1]) else _unit_named(normalise(measured[1]).lower())
+    _, name = quantity(plain) or measured(plain) or ("", "")
+    return "deg" if re.fullmatch(DEGREES, name) else _unit_named(normalise(name).lower())
 
 
 def _unit_named(text: str) -> str | None:
@@ -385,25 +391,39 @@ _MIXED = re.compile(r"[-+]?\(?\d+(?:\+?\\frac\{\d+\}\{\d+\}|\s+\d+/\d+)\)?")
 _GROUPED = r"(?:\d{1,3}(?:,\d{3})+|[\d.]+)"
 _FRACTION = re.compile(rf"[-+]?(?:\\frac(?:\{{-?[\d.]+\}}\{{-?[\d.]+\}}|\d\d)|{_GROUPED}/{_GROUPED})")
 _OPERAND_END, _OPERAND = r"[\d.][)}\]!]*", r"[({\[]*-?[({\[]*(?:\\sqrt|\\frac|\\binom)?[({\[]*-?[\d.]"
-_OPERATION = re.compile(rf"{_OPERAND_END}(?:[-+*]|\\times|\\cdot|\\ast|\\div){_OPERAND}|[\d.]\)?\(\s*-?[\d.]")
+_E_NOTATION = r"(?<=[\d.])[eE][-+]\d"
+_LETTER = rf"(?:(?<![A-Za-z\\])(?!{_E_NOTATION})[A-Za-z](?![A-Za-z])|\\(?:pi|arc|sin|cos|tan|cot|sec|csc))"
+_OPERATION = re.compile(
+    rf"(?:{_OPERAND_END}|{_LETTER}[)}}\]!|]*)(?:[-+*]|\\times|\\cdot|\\ast|\\div)"
+    rf"(?:{_OPERAND}|[({{\[|]*{_LETTER})|[\d.]\)?\(\s*-?[\d.]"
+)
 _QUOTIENT = re.compile(
     rf"\\frac(?:\{{[^{{}}A-Za-z\\]*\}}\{{[^{{}}A-Za-z\\]*\}}|\d\d)|{_OPERAND_END}/{_OPERAND}"
 )
 # A root of a power, and a power of a root, are operations; a root of a number is a notation.
 _FUNCTION = re.compile(
-    r"\\(?:sum|prod|i{1,3}nt|oint|max|min|gcd|lcm|log|ln|lg|exp|det|lim|[lr]?floor|[lr]?ceil|[dt]?binom|choose)"
+    r"\\(?:max|min|gcd|lcm|log|ln|lg|exp|[lr]?floor|[lr]?ceil|[dt]?binom|choose)"
     r"(?![A-Za-z])|\\sqrt.*(?:\^|\\sqrt)|\^.*\\sqrt",
     re.DOTALL,
+)
+# Signs of a computation, which an answer may have only where the gold has the text of the group, too.
+_COMPUTATION = re.compile(
+    r"\\(?:i{1,2}|o|b)?(int|sum|prod|lim|det|mod)(?![A-Za-z])|(vmatrix)"
+    r"|(matrix\}\s*(?:\\cdot\s*|\\times\s*)?(?:\\begin|\^\{?-?\d))"
 )
 _NAMED = re.compile(
     r"\\(?:operatorname\*?|text|mathrm|mbox)\s*\{\s*(gcd|lcm|max|min|log|ln|floor|ceil|exp|det)\s*\}(?=\s*[_({\\])"
 )
 _BOUND = re.compile(r"_\s*\{[^{}]*=[^{}]*\}")  # the bound of a sum is no equation
 _SIDES = re.compile(r"=|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])")
+_NAME = re.compile(r"[A-Za-z]\w*(?:\{\w+\})?|\\[a-z]+|[A-Za-z]\(\w+\)")
+_IN_BRACKETS = re.compile(r"\s*(?:\\left\s*)?\\?[({\[](.*?)(?:\\right\s*)?\\?[)}\]]\s*", re.DOTALL)
+_COMMA = re.compile(r",(?![^()\[\]]*[)\]])")
 
 
 def is_unsolved(gold: str, answer: str) -> bool:
-    """Return whether ``gold`` is a plain number and ``answer`` an unevaluated operation on numbers.
+    """Return whether ``answer`` is an unevaluated operation on numbers, and ``gold`` a plain number or a list
+    of plain numbers; or whether ``answer`` is a sum, an integral, a limit, ... that ``gold`` lacks.
 
     Notation of a single number is evaluated: ``1.5\\times 10^3``, ``2\\frac{3}{4}``, a fraction (reduced or
     not, also ``1158/2``), a power, a root, ``5!``, an absolute value, ``\\sin\\frac{\\pi}{2}``. An equation
@@ -411,27 +431,52 @@ def is_unsolved(gold: str, answer: str) -> bool:
 
         579, 123+456    true          145, 29\\cdot 5    true          3, \\frac{6}{2}    false
         5, \\max(3,5)   true          123, \\sqrt{123^2} true         5, \\sqrt{25}     false
+        x=5, x=2+3      true          (5,4), (2+3,4)    true          \\frac13, \\int_0^1 x^2 dx   true
     """
-    number = tidy(gold)
-    measured = quantity(number)
-    number = _SPACES.sub("", measured[0] if measured else number)
-    if not _PLAIN.fullmatch(number):
-        return False
-    text = _UNIT_BEHIND.sub("", _NAMED.sub(r"\\\1 ", _BOUND.sub("", latex(answer.strip()))))
-    sides = [side.strip().rstrip(".") for side in _SIDES.split(text)]
-    sides = [side for side in sides if side]
-    return bool(sides) and not any(_is_solved(side, whole="." not in number) for side in sides)
+    text = _NAMED.sub(r"\\\1 ", _BOUND.sub("", latex(answer.strip())))
+    plain = tidy(gold)
+    numbers = [_unlabelled_number(part) for part in _elements(plain)]
+    if not all(_PLAIN.fullmatch(number) for number in numbers):
+        return _computes(text, plain) and all(_NAME.fullmatch(s) or _computes(s, plain) for s in _sides(text))
+    whole = "." not in "".join(numbers)
+    parts = [text] if len(numbers) == 1 else _elements(replace_connectives(text))
+    return any(
+        sides and not any(_is_solved(side, whole=whole) for side in sides)
+        for sides in (_sides(_UNIT_BEHIND.sub("", part)) for part in parts)
+    )
+
+
+def _elements(text: str) -> list[str]:
+    """Split a list, a set or a tuple."""
+    inside = _IN_BRACKETS.fullmatch(text)
+    return _COMMA.split(inside[1] if inside else text)
+
+
+def _unlabelled_number(element: str) -> str:
+    element = LABEL.sub("", element).strip()
+    split = quantity(element)
+    return _SPACES.sub("", split[0] if split else element)
+
+
+def _sides(text: str) -> list[str]:
+    sides = (side.strip().rstrip(".") for side in _SIDES.split(text))
+    return [side for side in sides if side]
+
+
+def _computes(text: str, gold: str) -> bool:
+    """Return whether ``text`` has the sign of a computation that ``gold`` lacks."""
+    return any(match[match.lastindex or 0] not in gold for match in _COMPUTATION.finditer(text))
 
 
 def _is_solved(side: str, *, whole: bool) -> bool:
     if _MIXED.fullmatch(side.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").strip()):
         return True
     text = re.sub(r"\\[dt]frac", r"\\frac", _SPACES.sub("", side))
-    if re.fullmatch(r"[A-Za-z]\w*|\\[a-z]+|[A-Za-z]\(\w+\)", text):  # the variable on the left of an equation
+    if _NAME.fullmatch(text):  # the variable on the left of an equation
         return False
     if _FRACTION.fullmatch(text):
         return True
     text = _POWER_OF_TEN.sub(r"\1", text)
-    if _OPERATION.search(text) or _FUNCTION.search(side):
+    if any(pattern.search(side) for pattern in (_FUNCTION, _COMPUTATION)) or _OPERATION.search(text):
         return False
     return not (whole and _QUOTIENT.search(text))

@@ -13,6 +13,7 @@ from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.math import extract_answer, gold_is_parsable, grade
 from grpo_dist.rewards.text import alternatives
 
+SYSTEM = "\\begin{cases}x=4\\\\y=5\\end{cases}"
 RIGHT = [  # (gold, what is in the box)
     ("1,2", "Maximum = 2, Minimum = 1"),
     ("\\log_{2} 3", "\\log_2 3"), ("2^{3}\\cdot 3^{2}", "2^3 3^2"), ("3e^2", "e^2 3"),
@@ -90,6 +91,22 @@ RIGHT = [  # (gold, what is in the box)
     ("\\lbrace 1,2\\rbrace", "\\{1,2\\}"), ("f(x)=x^2", "f(t)=t^2"), ("\\{(1,2)\\}", "(1,2)"),
     ("\\vec a\\cdot\\vec b", "\\vec{a}\\cdot\\vec{b}"), ("E[X]", "E[ X ]"), ("3\\vec a", "3\\cdot\\vec{a}"),
     ("x\\equiv 1,4\\pmod 5", "x\\equiv 1\\pmod 5 \\text{ or } x\\equiv 4\\pmod 5"),
+    ("1+2xye^{x^2}", "2xye^{x^2}+1"), ("B+Axe^{x}", "Axe^{x}+B"), ("e^{-kt}kt", "kte^{-kt}"),
+    ("2abR", "2Rab"),
+    ("\\frac{cab}{4R}", "\\frac{abc}{4R}"), ("60^\\circ", "\\angle BAC=60^\\circ"),
+    ("\\frac12", "\\sin\\angle BAC=0.5"),
+    (SYSTEM, "(4,5)"), (SYSTEM, "x=4, y=5"), ("(4,5)", SYSTEM), ("x=4,y=5", SYSTEM),
+    (SYSTEM, "\\begin{cases}y=5\\\\x=4\\end{cases}"),
+    (SYSTEM, "\\begin{aligned}x&=4,\\\\y&=5.\\end{aligned}"),
+    (SYSTEM, "\\left\\{\\begin{array}{l}x=4\\\\y=5\\end{array}\\right."),
+    ("18", "\\begin{aligned}17+1&=18\\end{aligned}"),
+    ("\\begin{array}{c}1\\\\2\\end{array}", "\\begin{bmatrix}1\\\\2\\end{bmatrix}"),
+    ("3,5", "n\\in\\{3,5\\}"), ("n=3,5", "n\\in\\{5,3\\}"), ("1", "x\\in\\{1\\}"), ("n\\in\\{3,5\\}", "3,5"),
+    ("x\\in\\{1,2\\}", "x=1 \\text{ or } x=2"), ("\\frac37", "{3\\over 7}"), ("{3\\over 7}", "\\frac37"),
+    ("\\frac37", "3\\over7"),
+    ("\\frac{\\sqrt3}{2}+x", "{\\sqrt{3}\\over 2}+x"), ("\\frac37", "\\text{$\\frac{3}{7}$}"),
+    ("x=5", "5=x"), ("x\\le 1", "-x\\ge -1"), ("2x+y=3", "4x+2y=6"),
+    ("\\sum_{k=1}^n k", "\\sum_{k=1}^{n} k"), ("S=n^2", "S=\\sum_{k=1}^n (2k-1)=n^2"),
 ]  # fmt: skip
 # Words and signs that keep the value.
 KEEP_THE_VALUE = [
@@ -167,6 +184,18 @@ WRONG = [
     ("\\{\\{1,2\\}\\}", "\\{1,2\\}"), ("\\{(1,2)\\}", "\\{1,2\\}"), ("E[X^2]", "E[X]^2"),
     ("\\mathbb{E}[X^2]", "\\mathbb{E}[X]^2"), ("\\vec a\\cdot\\vec b", "\\vec a\\times\\vec b"),
     ("\\mathbf{a}\\cdot\\mathbf{b}", "\\mathbf{b}\\times\\mathbf{a}"),
+    # a system or a value with a condition, of which math-verify reads one fragment
+    *[(SYSTEM, SYSTEM.replace("cases", kind).replace("4", "3")) for kind in ("cases", "aligned")],
+    ("\\begin{array}{l}x=4\\\\y=5\\end{array}", "\\begin{array}{l}x=3\\\\y=5\\end{array}"), (SYSTEM, "5"),
+    ("5", SYSTEM),
+    ("\\begin{cases}1 & n=0\\\\ 0 & n > 0\\end{cases}", "\\begin{cases}1 & n=7\\\\ 0 & n > 0\\end{cases}"),
+    ("f(n)=\\begin{cases}0 & n\\text{ even}\\\\1 & n\\text{ odd}\\end{cases}", "1"),
+    ("18", "17 \\text{ when } x=18"), ("7", "3\\text{ (maximum }7)"), ("3\\text{ (at }x=7)", "7"),
+    # the problem in place of its solution
+    ("x=5", "2x+3=13"), ("x>3", "2x-1>5"), ("(3,\\infty)", "2x-1>5"), ("[-3,-1]", "2x^2+8x\\le -6"),
+    ("\\{3,5\\}", "n\\in\\{3,4\\}"), ("n\\in\\{3,5\\}", "3"), ("n\\in\\{3,5\\}", "(3,5)"),
+    ("y=1,2", "x\\in\\{1,2\\}"),
+    ("AC=5", "AB=6"), ("\\text{odd, even}", "ddo, even"),
 ]  # fmt: skip
 
 

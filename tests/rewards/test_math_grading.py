@@ -67,7 +67,16 @@ ARITHMETIC = [
     ("5050", "\\sum_{i=1}^{100} i"), ("24", "\\prod_{k=1}^{4} k"), ("5", "\\lfloor 5.5\\rfloor"),
     ("6", "\\left\\lceil 5.5\\right\\rceil"), ("3", "\\log_{10}1000"), ("120", "\\binom{10}{3}"),
     ("120", "\\dbinom{10}{3}"), ("120", "{10 \\choose 3}"), ("123", "\\sqrt{123^2}"),
-    ("2", "\\sqrt{\\sqrt{16}}"), ("5", "(\\sqrt{5})^2"), ("3", "\\ln e^3"),
+    ("2", "\\sqrt{\\sqrt{16}}"), ("5", "(\\sqrt{5})^2"), ("3", "\\ln e^3"), ("2", "17 \\bmod 5"),
+    ("5", "3^{2021} \\bmod 7"), ("-2", "\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}"), ("-2", "i^{22}+i^{222}"),
+    ("0", "e^{i\\pi}+1"), ("x=579", "123+456"), ("x_{1}=579", "x_{1}=123+456"), ("5,4", "2+3, 4"),
+    ("(5,4)", "(5, 2+2)"),
+    ("x=5 \\text{ or } x=4", "x=2+3 \\text{ or } x=4"), ("\\frac13", "\\int_0^1 x^2 dx"),
+    ("\\frac23", "\\lim_{x\\to 0}\\frac{\\sin 2x}{3x}"),
+    ("\\frac{n(n+1)}{2}", "\\sum_{k=1}^{n} k"), ("S=\\frac34", "S=\\sum_{n=1}^\\infty \\frac{1}{n(n+2)}"),
+    ("3y+1", "\\begin{vmatrix}y+1&y&y\\\\y&y+1&y\\\\y&y&y+1\\end{vmatrix}"),
+    ("\\begin{pmatrix}3\\end{pmatrix}",
+     "\\begin{pmatrix}1&2\\end{pmatrix}\\begin{pmatrix}1\\\\1\\end{pmatrix}"),
 ]  # fmt: skip
 WORKED_OUT = [
     ("3", "\\frac{6}{2}"), ("617", "1,234/2"), ("1500", "1.5 \\times 10^3"), ("2.75", "2\\frac{3}{4}"),
@@ -75,7 +84,10 @@ WORKED_OUT = [
     ("5", "2+3=5"), ("5", "x=5"), ("3/2", "2\\cdot 3/4"), ("x+3", "x+1+2"), ("5", "\\sqrt{25}"),
     ("579", "1158/2"), ("120", "\\binom{10}{3} = 120"), ("5", "x_{\\max} = 5"), ("5", "x_{\\text{max}} = 5"),
     ("5", "|-5|"), ("\\binom{10}{3}", "120"), ("\\log_2 3", "\\log_2 3"),
-    ("\\frac{5}{6}", "\\frac{1}{2}+\\frac{1}{3}"), ("1", "\\sin{\\frac{\\pi}{2}}"),
+    ("\\frac{5}{6}", "\\frac{1}{2}+\\frac{1}{3}"), ("1", "\\sin{\\frac{\\pi}{2}}"), ("x=5", "2+3=5"),
+    ("x=5", "\\sqrt{25}"), ("5, 2.5", "5, 2\\frac12"), ("5,3", "\\frac{10}{2}, 3"),
+    ("\\frac{n(n+1)}{2}", "\\sum_{k=1}^n k = \\frac{n(n+1)}{2}"), ("0.001", "1e-3"),
+    ("5", "5\\text{ two-digit numbers}"),
 ]  # fmt: skip
 
 # (gold, what is in the box): math-verify overlooks what makes them different
@@ -152,6 +164,17 @@ def boxed(text: str) -> str:
     return f"So the answer is $\\boxed{{{text}}}$."
 
 
+MEASURED = [  # (value with a unit in text, value)
+    ("5\\sqrt{2}\\text{ m}", "5\\sqrt2"), ("4\\pi\\text{ m}^2", "4\\pi"),
+    ("10\\sqrt3\\text{ N}", "10\\sqrt3"),
+    ("1\\frac12\\text{ h}", "1.5"), ("1.6\\times10^{-19}\\text{ C}", "1.6\\times10^{-19}"),
+    ("25^\\circ\\text{C}", "25"),
+    ("3.0\\times10^8\\mathrm{~m/s}", "3\\times10^8"), ("12 \\sqrt{3} \\mathrm{~cm}^{2}", "12\\sqrt{3}"),
+    ("40 \\mathrm{~km} / \\mathrm{h}", "40"), ("10 \\mathrm{~m} / \\mathrm{s}^{2}", "10"),
+    ("9.8\\ \\mathrm{m/s^2}", "9.8"),
+    ("9.8\\,\\mathrm{m \\cdot s^{-2}}", "9.8"), ("12\\text{ N}\\cdot\\text{m}", "12"),
+    ("2\\pi\\text{ rad/s}", "2\\pi"),
+]  # fmt: skip
 SAME_UNIT = [
     ("\\$5", "5"), ("\\$5", "5\\text{ dollars}"), ("5\\text{ dollars}", "\\$5.00"), ("5", "\\$5"),
     ("\\$12", "12\\text{ dollars per hour}"), ("\\$12\\text{ per hour}", "12"),
@@ -164,6 +187,7 @@ SAME_UNIT = [
     ("7\\text{ m/s}^2", "7\\text{ meters per second per second}"), ("2\\text{ L}", "2\\text{ dm}^3"),
     ("18", "18 m/s"), ("60", "60 km/h"), ("9.8", "9.8 m/s^2"), ("60\\text{ km/h}", "60 km/h"),
     ("3\\text{ g/cm}^3", "3\\text{ kg/L}"), ("3\\text{ g/cc}", "3\\text{ g/mL}"),
+    *[pair for text, gold in MEASURED for pair in ((gold, text), (text, gold))],
 ]  # fmt: skip
 ANOTHER_UNIT = [
     ("\\$5", "5\\text{ cents}"), ("5\\text{ cents}", "\\$5"), ("\\$5", "5\\text{ hours}"),
@@ -173,6 +197,10 @@ ANOTHER_UNIT = [
     ("10\\text{ mL}", "10\\text{ cm}^2"), ("10\\text{ mL}", "10\\text{ L}"),
     ("3\\text{ g/L}", "3\\text{ g/mL}"), ("7\\text{ m/s/s}", "7\\text{ m/s}"),
     ("5\\text{ days}", "5\\text{ weeks}"), ("18 m/s", "18 km/h"), ("2", "2m/g"),
+    ("5\\sqrt2\\text{ m}", "5\\sqrt{2}\\text{ cm}"), ("4\\pi\\text{ m}", "4\\pi\\text{ m}^2"),
+    ("40 \\mathrm{~m} / \\mathrm{s}", "40 \\mathrm{~km} / \\mathrm{h}"), ("2\\pi", "2\\pi\\text{ x}"),
+    ("3\\sqrt2", "3\\sqrt2\\text{ i}"),
+    ("5\\sqrt2", "5\\sqrt{2}\\text{ million}"), ("5\\sqrt2", "5\\sqrt3\\text{ m}"),
 ]  # fmt: skip
 AFTERNOON = "4\\!:\\!51\\!:\\!06 \\text{ p.m.}"
 SAME_COLONS = [

@@ -189,3 +189,16 @@ def test_long_texts_are_searched_in_linear_time():
 
 def test_a_letter_alone_needs_no_box():
     assert grade("(B)", "B").outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    "answer", ["(B) Paris", "B. Paris", "B) 5", "Option B", "B. 5", "B: 5", "\\text{(B) } 5"]
+)
+def test_an_option_in_answer_tags_may_be_repeated_with_its_letter(answer):
+    outcomes = [grade(f"<answer>{answer}</answer>", gold).outcome for gold in ("B", "(B)", "C")]
+    assert outcomes == ["correct", "correct", "wrong"]
+
+
+@pytest.mark.parametrize("answer", ["(B) or (C)", "(B) C", "not (B)", "B^2", "(B), (C)"])
+def test_several_options_in_answer_tags_are_none(answer):
+    assert grade(f"<answer>{answer}</answer>", "B").outcome != "correct"
