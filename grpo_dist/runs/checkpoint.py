@@ -387,11 +387,14 @@ def step_of(checkpoint: Path) -> int:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run resumes. ``checkpoint`` is None at the beginning of the run."""
+    """Where a run resumes. ``checkpoint`` is None at the beginning of the run. ``models``:
+    `RunInputs.model_digests` when the run began.
+    """
 
     checkpoint: Path | None = None
     progress: Progress = field(default_factory=Progress)
     wandb_id: str | None = None
+    models: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -576,7 +579,7 @@ def load_resume_point(
     if checkpoint is None or state is None:
         return ResumePoint()
     check_data(checkpoint, state, prompts, origin)
-    return ResumePoint(checkpoint, load_progress(checkpoint, state, prompts), state.wandb_id)
+    return ResumePoint(checkpoint, load_progress(checkpoint, state, prompts), state.wandb_id, state.models)
 
 
 def check_data(
@@ -611,10 +614,12 @@ def check_models(
     checkpoint: Path, state: CheckpointState, models: Mapping[str, str], config: Config
 ) -> list[str]:
     """Return a warning for each frozen model with other weights than when the run began. ``models``:
-    `RunInputs.model_digests` now. Raises ValueError if the checkpoint has adapters for other weights.
+    `RunInputs.model_digests` now. Raises ValueError if the checkpoint has adapters for other weights, except
+    for those of a cold start, which differ by rounding if they are trained again.
     """
     changed = [key for key, digest in models.items() if state.models.get(key, digest) != digest]
-    if _MODEL in changed and config.policy.lora is not None:
+    has_adapters = config.policy.lora is not None
+    if _MODEL in changed and has_adapters and config.model.path != "sft":
         raise ValueError(
             f"{checkpoint}: `{_MODEL}` = {config.model.path} has other weights than when the run began, and "
             "the checkpoint has adapters for those. Restore the files (`model.revision` chooses a commit of "
@@ -624,7 +629,7 @@ def check_models(
         f"warning: `{key}` has other weights than when the run began: from step {state.step} on, its "
         "log-probs are of another model; restore its files, or choose another `name`"
         for key in changed
-        if key != _MODEL or config.needs_reference
+        if key != _MODEL or has_adapters or (config.needs_reference and not config.reference.refresh_every)
     ]
 
 

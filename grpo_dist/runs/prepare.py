@@ -131,7 +131,8 @@ def build_inputs(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    if loaded.dropped:
+    draws_passes = config.data.order.name in ("epochs", "length") and not config.data.weights
+    if loaded.dropped and draws_passes and not config.dynamic_sampling.enabled:
         warn(
             f"note: data.train: {len(loaded.dropped)} rows are dropped, which `epochs` counts: `steps` = "
             f"{config.steps} are {config.steps * needed / len(prompts):.3g} passes over the other "

@@ -224,7 +224,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
                 identity=identity,
                 wandb_id=tracker.wandb_id,
                 origin=inputs.origin,
-                models=inputs.model_digests,
+                models={**inputs.model_digests, **point.models},
             )
             run = Run(config, identity, inputs, run_dir, tracker, checkpoints)
             run, final = asyncio.run(_session(run, point))
@@ -317,6 +317,7 @@ async def _session(run: Run, first: ResumePoint) -> tuple[Run, dict[str, float]]
         )
         async for attempt in recovery.attempts():
             async with attempt as (point, workers):
+                await _check_shared(run.directory, workers.policy)
                 await _restore(run, point, workers)
                 loop, stop_requested = _loop(run, workers), interruption.stop_requested
                 with interruption.finishing():
@@ -371,10 +372,9 @@ async def _finish(run: Run, workers: Workers) -> None:
 
 async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
     """Load weights, optimiser and reference of ``point``, send the weights to the engines, and show the
-    workers' usage. Raises UserError like `_check_shared`.
+    workers' usage.
     """
     config = run.config
-    await _check_shared(run.directory, workers.policy)
     if point.checkpoint is not None:
         with as_user_errors(), stage("checkpoint", "policy ranks load weights and optimiser"):
             await workers.policy.load(point.checkpoint / "policy")

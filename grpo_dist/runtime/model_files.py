@@ -313,7 +313,7 @@ _FILES = (
     (r"(?i).*\.gguf", "it holds GGUF files; expected {gguf}"),
     (r"model_index\.json", "it is a diffusion pipeline, not a language model"),
     (
-        r"consolidated.*",
+        r"consolidated.*|params\.json",
         "it holds weights in the format of the model's own authors (consolidated.*, params.json); use the "
         "checkpoint in Hugging Face format, which the same hub page or its -hf twin has",
     ),

@@ -37,6 +37,7 @@ def trained(model_dir, directory, *, load=None, **how):
     """Return `ReportingWorker.saved` of the state after an update on FIRST, or of the one to ``load``, and of
     the state after another update on SECOND.
     """
+    directory.mkdir()
 
     async def session():
         async with running(

@@ -247,7 +247,7 @@ def test_a_damaged_checkpoint_is_named(run, capsys):
 
 
 @pytest.mark.parametrize(
-    "when", slow_after(["find_checkpoint", "load_config", "load_weights", "text_logprobs"], 1)
+    "when", slow_after(["find_checkpoint", "load_recorded", "load_weights", "text_logprobs"], 1)
 )
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file"), ValueError("no file *.pt")])
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(run, monkeypatch, capsys, when, error):
