@@ -200,7 +200,7 @@ class ControlTokens:
         if isinstance(content, str):
             return self._pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", content)
         if isinstance(content, Mapping):
-            return {name: self.as_text(value) for name, value in content.items()}
+            return {self.as_text(name): self.as_text(value) for name, value in content.items()}
         return [self.as_text(part) for part in content] if isinstance(content, list | tuple) else content
 
 

@@ -128,7 +128,7 @@ def check_answered(messages: Sequence[Message], key: str) -> None:
     """
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(
-            f"`{key}` without `completion` must end with the assistant's message after others; the "
+            f"`{key}` must end with the assistant's message after others; the "
             f"assistant's messages are learned, and the last message has the role {messages[-1]['role']!r}"
         )
 
@@ -632,7 +632,7 @@ def _read_conversation(record: dict[str, Any], name: str) -> None:
     if record.get("system") and all(message["role"] != "system" for message in messages):
         messages = [{"role": "system", "content": record.pop("system")}, *messages]
     if is_conversation(record.get("completion")):
-        record[_GIVEN] = len(messages)
+        record[_GIVEN], name = len(messages), "completion"
         messages += read_messages(record.pop("completion"), "completion")
     if "completion" not in record:
         check_answered(messages, name)
@@ -646,8 +646,11 @@ def _read_tools(tools: Any) -> dict[str, Any]:
     if isinstance(tools, str):
         with suppress(ValueError):
             schemas = json.loads(tools or "[]")
-    if not isinstance(schemas, list | None):
-        raise ValueError(f"`tools` = {str(tools)[:60]!r}; expected a list of JSON schemas, or its JSON text")
+    if not isinstance(schemas, list | None) or not all(isinstance(each, Mapping) for each in schemas or ()):
+        raise ValueError(
+            f"`tools` = {str(tools)[:60]!r}; expected a list of JSON schemas, or its JSON text; rename the "
+            "column if it is something else"
+        )
     return {"tools": schemas} if schemas else {}
 
 

@@ -274,7 +274,7 @@ def _same_equation(ours: Formula, theirs: Formula) -> bool | None:
         _is_letter(n) and n.kind == "call" and [p.kind for p in n.parts] == ["symbol"] for n in names
     ):
         b = _renamed(b, names[1].parts[0].name, names[0].parts[0].name)  # f(t)=t^2 is f(x)=x^2
-    if _is_solution(a) and not _is_solution(b):
+    if _is_solution(a) and not (_is_solution(b) or _is_moved_solution(b)):
         return False
     return _proportional(_difference(a.parts), _difference(b.parts), signed=False)
 
@@ -283,6 +283,18 @@ def _is_solution(node: Formula) -> bool:
     """Return whether a relation has x or -x alone on a side, and constants on the others."""
     others = [part for part in node.parts if not _is_named(part)]
     return 0 < len(others) < len(node.parts) and not any(map(_variables, others))
+
+
+def _is_moved_solution(node: Formula) -> bool:
+    """Return whether a relation is a solution with the constant moved to it: ``x-2=0``, a line."""
+    return len(node.parts) == 2 and any(
+        _digits(zero) == "0"
+        and side.kind == "add"
+        and len(side.parts) == 2
+        and _is_named(side.parts[0])
+        and not _variables(side.parts[1])
+        for side, zero in (node.parts, node.parts[::-1])
+    )
 
 
 def _is_named(side: Formula) -> bool:
@@ -300,7 +312,7 @@ def _same_relation(ours: Formula, theirs: Formula) -> bool | None:
     if signs != other_signs:
         return False if {*signs, *other_signs} <= {"<", "<=", "=", "!="} else None
     if set(signs) <= {"<", "<=", "!="} and len(signs) == 1:
-        if _is_solution(a) and not _is_solution(b):
+        if _is_solution(a) and not (_is_solution(b) or _is_moved_solution(b)):
             return False
         return _proportional(_difference(a.parts), _difference(b.parts), signed=signs != ["!="])
     verdicts = [_same_statement(x, y) for x, y in zip(a.parts, b.parts, strict=True)]

@@ -364,7 +364,21 @@ def _is_disqualified(gold: str, answer: str, accept_arithmetic: bool) -> bool:
 
 
 def _same_text(answer: str, gold: str) -> bool:
-    return normalise(answer) == normalise(gold) != ""
+    return normalise(_plain_cases(answer)) == normalise(_plain_cases(gold)) != ""
+
+
+_ARRAY = re.compile(
+    r"\\left\s*\\\{\s*\\begin\{array\}\s*\{[lcr]+\}(.*)\\end\{array\}\s*\\right\s*\.", re.DOTALL
+)
+_CASE_MARKS = re.compile(r"[,;]?\s*&\s*(?:\\text\s*\{\s*(?:if|for|when)\s*\})?|[,;.](?=\s*(?:\\\\|\\end))")
+
+
+def _plain_cases(text: str) -> str:
+    """Drop commas and "if" of a piecewise function: ``x, & \\text{if } x>0`` is ``x & x>0``."""
+    if "&" not in text:
+        return text
+    cases = _ARRAY.sub(r"\\begin{cases}\1\\end{cases}", text)
+    return _CASE_MARKS.sub(lambda marks: "&" if "&" in marks[0] else "", cases)
 
 
 def _differs_in_marks(gold: str, answer: str) -> bool:

@@ -208,16 +208,18 @@ def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:
 def _read_pair(test: Mapping[str, Any], column: str) -> dict[str, str]:
     """Return ``input``, ``output`` and, if the test calls a function, its name as ``function``.
 
-    The kind is LiveCodeBench's `testtype`, or `type` in other data. Raises ValueError for other kinds.
+    The kind is LiveCodeBench's `testtype`, or `type` in other data. Raises ValueError for calls that cannot
+    be made.
     """
     kind = test.get("testtype") or test.get("type")
     metadata = test.get("metadata")
     function = metadata.get("func_name") if isinstance(metadata, Mapping) else test.get("fn_name")
     pair = {"input": test["input"], "output": test["output"]}
-    if kind in (None, "stdin", "stdin_stdout") and not function:
+    is_call = kind in ("functional", "function_call") or bool(function)  # `type` may be "public", too
+    if not is_call:
         return pair
     is_json = all(map(_is_json, [*_arguments(pair), pair["output"]]))
-    if kind in (None, "functional") and isinstance(function, str) and is_json:
+    if kind not in ("stdin", "stdin_stdout", "function_call") and isinstance(function, str) and is_json:
         return pair | {"function": function}
     raise ValueError(
         f"column {column}: a test has testtype {kind!r} and metadata.func_name {function!r}; expected "

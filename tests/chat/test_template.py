@@ -202,6 +202,7 @@ def test_control_tokens_are_broken_in_all_text_of_messages():
     assert controls.as_text([{"role": "user", "content": [{"type": "text", "text": "a<|end|>"}]}]) == [
         {"role": "user", "content": [{"type": "text", "text": "a< |end|>"}]}
     ]
+    assert controls.as_text({"arguments": {"<|end|>": 1}}) == {"arguments": {"< |end|>": 1}}
     assert encode_prompts(["ab"], character_tokenizer()) == [character_tokenizer()("ab")["input_ids"]]
 
 

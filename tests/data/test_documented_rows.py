@@ -90,7 +90,7 @@ def test_layouts_of_public_data_sets_are_read(tmp_path, row, texts):
     [
         (
             {"conversations": [{"from": "human", "value": "1"}]},
-            "`conversations` without `completion` must end",
+            "`conversations` must end",
         ),
         (
             {"conversations": [{"role": "system", "content": "s"}, ASKED, ANSWERED], "system": "t"},
@@ -101,6 +101,8 @@ def test_layouts_of_public_data_sets_are_read(tmp_path, row, texts):
             "`tools` = 'add'; expected a list of JSON schemas",
         ),
         ({"prompt": "1", "completion": "2", "tools": 3}, "`tools` = '3'"),
+        ({"prompt": "1", "completion": "2", "tools": ["add"]}, "rename the column if it is something else"),
+        ({"prompt": [ASKED], "completion": [ANSWERED, ASKED]}, "`completion` must end"),
         ({"prompt": "1", "completion": "2", "chat_template_kwargs": "x"}, "`chat_template_kwargs` is a str"),
     ],
 )

@@ -107,6 +107,13 @@ RIGHT = [  # (gold, what is in the box)
     ("\\frac{\\sqrt3}{2}+x", "{\\sqrt{3}\\over 2}+x"), ("\\frac37", "\\text{$\\frac{3}{7}$}"),
     ("x=5", "5=x"), ("x\\le 1", "-x\\ge -1"), ("2x+y=3", "4x+2y=6"),
     ("\\sum_{k=1}^n k", "\\sum_{k=1}^{n} k"), ("S=n^2", "S=\\sum_{k=1}^n (2k-1)=n^2"),
+    ("y=-2", "y+2=0"), ("x=1 \\text{ or } 3x+4y-5=0", "x-1=0\\text{ or }3x+4y-5=0"),
+    ("x=3, y=1", "x-3=0, y-1=0"), ("k\\ge3", "k-3\\ge0"), ("a<1", "a-1<0"), ("x+1=0", "x=-1"),
+    *(("f(x)=\\begin{cases}x^2 & x\\ge 0\\\\ -x & x<0\\end{cases}", answer) for answer in (
+        "f(x)=\\begin{cases}x^2, & x\\ge 0,\\\\ -x, & x<0.\\end{cases}",
+        "f(x)=\\begin{cases}x^2 & \\text{if } x\\ge 0\\\\ -x & \\text{if } x<0\\end{cases}",
+        "f(x)=\\left\\{\\begin{array}{ll}x^2 & x\\ge 0\\\\ -x & x<0\\end{array}\\right.",
+    )),
 ]  # fmt: skip
 # Words and signs that keep the value.
 KEEP_THE_VALUE = [
@@ -191,6 +198,8 @@ WRONG = [
     ("\\begin{cases}1 & n=0\\\\ 0 & n > 0\\end{cases}", "\\begin{cases}1 & n=7\\\\ 0 & n > 0\\end{cases}"),
     ("f(n)=\\begin{cases}0 & n\\text{ even}\\\\1 & n\\text{ odd}\\end{cases}", "1"),
     ("18", "17 \\text{ when } x=18"), ("7", "3\\text{ (maximum }7)"), ("3\\text{ (at }x=7)", "7"),
+    ("f(x)=\\begin{cases}x^2 & x\\ge 0\\\\ -x & x<0\\end{cases}",
+     "f(x)=\\begin{cases}x^3, & x\\ge 0\\\\ -x, & x<0\\end{cases}"),
     # the problem in place of its solution
     ("x=5", "2x+3=13"), ("x>3", "2x-1>5"), ("(3,\\infty)", "2x-1>5"), ("[-3,-1]", "2x^2+8x\\le -6"),
     ("\\{3,5\\}", "n\\in\\{3,4\\}"), ("n\\in\\{3,5\\}", "3"), ("n\\in\\{3,5\\}", "(3,5)"),

@@ -360,7 +360,12 @@ def test_tests_are_a_list_or_its_json():
     assert read_tests('["assert f()", "assert g()"]', "t") == ["assert f()", "assert g()"]
     assert read_tests("def check(f): pass\ncheck(f)", "t") == ["def check(f): pass\ncheck(f)"]
     pair = {"input": "", "output": ""}
-    for kind in ({}, {"testtype": "stdin", "metadata": {"func_name": None}}, {"type": "stdin_stdout"}):
+    for kind in (
+        {},
+        {"testtype": "stdin", "metadata": {"func_name": None}},
+        {"type": "stdin_stdout"},
+        {"type": "public"},
+    ):
         assert read_tests([pair | kind], "t") == [pair]
     call = {"input": "1", "output": "2"}
     assert read_tests([call | FUNCTIONAL], "t") == [call | {"function": "scaled"}]

@@ -193,7 +193,7 @@ def test_a_non_finite_loss_is_refused_before_it_reaches_the_weights(tmp_path, mo
         ({"prompt": "a", "completion": [{"text": "b", "given": True}]}, ["the last segment is given"]),
         (
             {"messages": chat(("user", "a"), ("tool", "b"))},
-            ["`messages` without `completion` must end with the assistant's message", "role 'tool'"],
+            ["`messages` must end with the assistant's message", "role 'tool'"],
         ),
         ({"messages": chat(("assistant", "a"))}, ["after others"]),
     ],

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_dist.config import Config, RewardsConfig
-from grpo_dist.config.files import apply_overrides, load_config, validated
+from grpo_dist.config.files import apply_overrides, read_config, validated
 from grpo_dist.errors import UserError, as_user_errors, refuse
 from grpo_dist.evaluation.result import JudgedProblem, measure
 from grpo_dist.rewards.checks import check_rewards, column_problems
@@ -45,6 +45,11 @@ from grpo_dist.types import Group, Thought
 
 # Rewards that need policy tokens, not only text.
 _OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
+# Begin keys of a configuration whose secrets are not read.
+_UNREAD = (
+    "algorithm.", "data.", "demonstrations.", "distillation.", "environments.", "policy.", "rollout.", "sft.",
+    "tracking.",
+)  # fmt: skip
 _NO_MODEL = "no/model"  # model path of a configuration made for --reward
 _SHOWN = 5  # disagreements to print
 _TAIL = 160  # characters to print from the end of a completion
@@ -135,7 +140,9 @@ def configuration(
     if rewards and config_file:
         raise UserError(f"--reward and {config_file}: both give rewards; give one of the two")
     if config_file:
-        return load_config(config_file, overrides)
+        path = Path(config_file)
+        tree = apply_overrides(read_config(path), overrides, path)
+        return validated(tree, config_file, Config, unread=_UNREAD)
     functions = [{"function": name} for name in rewards or ["math"]]
     tree = OmegaConf.create(
         {

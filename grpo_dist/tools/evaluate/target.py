@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.data import PROMPT_KEYS
 from grpo_dist.config.files import apply_overrides, checked, read_config, read_tree, set_key, validated
+from grpo_dist.config.text import names_in
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.model_files import is_checkpoint, split_reference
 from grpo_dist.runtime.stage_log import print_line
@@ -34,6 +35,8 @@ _COLUMNS = (
     "problem_column", "problem_template", "system_column", "history_column", "answer_column",
     "answer_pattern", "multiple_answers", "columns",
 )  # fmt: skip
+_NEEDED = ("problem_template", "system_column", "history_column")  # name columns that other data may lack
+_REPLACED = {"problem_column": "problem_template", "environment": "environment_kwargs"}  # by a given key
 _ENVIRONMENT = ("environment", "environment_kwargs")
 # Begin keys whose secrets an evaluation does not need: it does not read them.
 _UNREAD = ("algorithm.", "data.order.", "data.train.", "demonstrations.", "sft.", "tracking.")
@@ -99,7 +102,7 @@ def configuration(target: str, data: Sequence[str], overrides: Sequence[str]) ->
                 f"a hub id after it, e.g. grpo-dist eval {target} gsm8k"
             )
     if data:
-        _set_data(tree, data, target)
+        _set_data(tree, data, target, overrides)
     return validated(apply_overrides(tree, overrides, path), target, Config, unread=_UNREAD)
 
 
@@ -126,15 +129,27 @@ def _run_settings(run: Path, model: str) -> DictConfig:
     return tree
 
 
-def _set_data(tree: DictConfig, data: Sequence[str], where: str) -> None:
+def _set_data(tree: DictConfig, data: Sequence[str], where: str, overrides: Sequence[str]) -> None:
     """Replace `data.eval` by the sources ``data``, without the rewards that only replaced sets had."""
     columns, prompt = _column_settings(tree, where), _prompt_settings(tree, where)
+    further = set(names_in(prompt.get("template") or "")) - {"problem"}
+    known = {key: value for key, value in prompt.items() if key != "template" or not further}
     sources = [
-        _benchmark_source(name) | prompt
+        _benchmark_source(name) | known
         if name in BENCHMARKS
-        else {"path": name, "split": "test"} | prompt | ({} if name.startswith("demo:") else columns)
+        else {"path": name, "split": "test"} | (known if name.startswith("demo:") else prompt | columns)
         for name in data
     ]
+    for number, source in enumerate(sources):
+        for key, replaced in _REPLACED.items():
+            if any(override.startswith(f"data.eval.{number}.{key}=") for override in overrides):
+                source.pop(replaced, None)
+    needs = [key for key in _NEEDED if key in columns]
+    if needs and not all(name in BENCHMARKS or name.startswith("demo:") for name in data):
+        print_line(
+            f"note: {where}: DATA is read with {', '.join(f'`{key}`' for key in needs)} of the other data; "
+            f"data.eval.0.{needs[0]}=null reads it without"
+        )
     by_source = OmegaConf.select(tree, "rewards.by_source", throw_on_resolution_failure=False)
     replaced = _labels(tree, "data.eval", where) if isinstance(by_source, DictConfig) else set()
     set_key(tree, "data.eval", sources, where)

@@ -205,6 +205,23 @@ def test_other_data_for_a_run_is_read_with_every_column_that_makes_its_prompts(r
     assert (parsed.problem, len(parsed.messages)) == ("Make 7.", 4)
 
 
+def test_keys_that_other_data_may_lack_are_named_and_left_out_where_they_cannot_apply(run, tmp_path, capsys):
+    template = "problem_template: 'Make {target}.', template: '{problem} ({level})', environment: python, "
+    text = COLUMNS.replace("problem_column: question", f"{template}environment_kwargs: {{most: 3}}")
+    text = text.replace('  train: [{path: "demo:add3"}]\n', "").replace("eval:", "train:")
+    (run / "config.yaml").write_text(text)
+    (source,) = configuration(str(run), ["math500"], []).data.eval
+    assert source.template is None and source.problem_template is None
+    assert not capsys.readouterr().out
+    row = {"question": "1+1", "solution": "#### 2", "level": 3}
+    overrides = ["data.eval.0.problem_column=question", "data.eval.0.environment=none"]
+    source = make_source(run, tmp_path, row, *overrides)
+    assert source.problem_template is None and source.environment_kwargs == {} and source.template
+    assert "with `problem_template` of the other data; data.eval.0.problem_template=null" in (
+        capsys.readouterr().out
+    )
+
+
 TRAINED = """
 model: {path: "demo:tiny"}
 data:

@@ -281,6 +281,7 @@ def test_weights_gates_and_columns_are_those_of_a_configuration(here):
         "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
         "code_paths: [.]\nrewards: {functions: [{function: math}, "
         "{function: 'mine:bonus', name: bonus, weight: 2.0, gate: math}]}\n"
+        "tracking: {sinks: [{function: 'my:sink', kwargs: {api_key: '***'}}]}\n"  # recorded, and not read
     )
     assert main(["score", "c.jsonl", "lr=1e-6/config.yaml", "rewards.functions[1].weight=0.2"]) == 0
     assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1.1, 1.1, 0, 0, 0]
