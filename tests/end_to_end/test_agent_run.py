@@ -33,7 +33,10 @@ print(json.dumps({"reward": digits}))
 
 @pytest.mark.slow
 def test_a_program_that_never_asks_ends_the_run_with_its_message(tmp_path):
-    (tmp_path / "asks.py").write_text("import sys; sys.exit('the corpus is not there')")
+    """It asks in the trial before the run."""
+    fails = "import pathlib, sys\ntried = pathlib.Path(__file__).with_name('tried')\n"
+    fails += "if tried.exists():\n    sys.exit('the corpus is not there')\ntried.touch()\n"
+    (tmp_path / "asks.py").write_text(fails + AGENT)
     done = run(
         tmp_path, "steps=2", f"code_paths=[{tmp_path}]",
         'data.train=[{path: "demo:add3", max_rows: 8, environment: {program: asks.py}}]', "data.eval=[]",
