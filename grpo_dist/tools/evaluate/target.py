@@ -141,9 +141,9 @@ def _set_data(tree: DictConfig, data: Sequence[str], where: str, overrides: Sequ
         for name in data
     ]
     for number, source in enumerate(sources):
-        for key, replaced in _REPLACED.items():
+        for key, other in _REPLACED.items():
             if any(override.startswith(f"data.eval.{number}.{key}=") for override in overrides):
-                source.pop(replaced, None)
+                source.pop(other, None)
     needs = [key for key in _NEEDED if key in columns]
     if needs and not all(name in BENCHMARKS or name.startswith("demo:") for name in data):
         print_line(
