@@ -274,9 +274,14 @@ def _same_equation(ours: Formula, theirs: Formula) -> bool | None:
         _is_letter(n) and n.kind == "call" and [p.kind for p in n.parts] == ["symbol"] for n in names
     ):
         b = _renamed(b, names[1].parts[0].name, names[0].parts[0].name)  # f(t)=t^2 is f(x)=x^2
-    if _is_solution(a) and not (_is_solution(b) or _is_moved_solution(b)):
+    if _is_unsolved(a, b):
         return False
     return _proportional(_difference(a.parts), _difference(b.parts), signed=False)
+
+
+def _is_unsolved(gold: Formula, answer: Formula) -> bool:
+    """Return whether the gold is a solution, and the answer a relation that is yet to be solved."""
+    return _is_solution(gold) and not (_is_solution(answer) or _is_moved_solution(answer))
 
 
 def _is_solution(node: Formula) -> bool:
@@ -312,7 +317,7 @@ def _same_relation(ours: Formula, theirs: Formula) -> bool | None:
     if signs != other_signs:
         return False if {*signs, *other_signs} <= {"<", "<=", "=", "!="} else None
     if set(signs) <= {"<", "<=", "!="} and len(signs) == 1:
-        if _is_solution(a) and not (_is_solution(b) or _is_moved_solution(b)):
+        if _is_unsolved(a, b):
             return False
         return _proportional(_difference(a.parts), _difference(b.parts), signed=signs != ["!="])
     verdicts = [_same_statement(x, y) for x, y in zip(a.parts, b.parts, strict=True)]
