@@ -31,11 +31,10 @@ from grpo_dist.runtime.stage_log import print_line
 
 # For a model without settings; the grader looks for a box first.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-_COLUMNS = (
-    "problem_column", "problem_template", "system_column", "history_column", "answer_column",
-    "answer_pattern", "multiple_answers", "columns",
-)  # fmt: skip
 _NEEDED = ("problem_template", "system_column", "history_column")  # name columns that other data may lack
+_COLUMNS = (
+    *_NEEDED, "problem_column", "answer_column", "answer_pattern", "multiple_answers", "columns",
+)  # fmt: skip
 _REPLACED = {"problem_column": "problem_template", "environment": "environment_kwargs"}  # by a given key
 _ENVIRONMENT = ("environment", "environment_kwargs")
 # Begin keys whose secrets an evaluation does not need: it does not read them.
@@ -132,23 +131,24 @@ def _run_settings(run: Path, model: str) -> DictConfig:
 def _set_data(tree: DictConfig, data: Sequence[str], where: str, overrides: Sequence[str]) -> None:
     """Replace `data.eval` by the sources ``data``, without the rewards that only replaced sets had."""
     columns, prompt = _column_settings(tree, where), _prompt_settings(tree, where)
-    further = set(names_in(prompt.get("template") or "")) - {"problem"}
-    known = {key: value for key, value in prompt.items() if key != "template" or not further}
-    sources = [
-        _benchmark_source(name) | known
-        if name in BENCHMARKS
-        else {"path": name, "split": "test"} | (known if name.startswith("demo:") else prompt | columns)
-        for name in data
-    ]
-    for number, source in enumerate(sources):
+    reads_others = set(names_in(prompt.get("template") or "")) - {"problem"}
+    known = {key: value for key, value in prompt.items() if key != "template" or not reads_others}
+    sources, lacking = [], []  # the second: numbers of sources that may lack columns
+    for number, name in enumerate(data):
+        source = _benchmark_source(name) if name in BENCHMARKS else {"path": name, "split": "test"}
+        if name in BENCHMARKS or name.startswith("demo:"):
+            source |= known
+        else:
+            source |= prompt | columns
+            lacking.append(number)
         for key, other in _REPLACED.items():
             if any(override.startswith(f"data.eval.{number}.{key}=") for override in overrides):
                 source.pop(other, None)
-    needs = [key for key in _NEEDED if key in columns]
-    if needs and not all(name in BENCHMARKS or name.startswith("demo:") for name in data):
+        sources.append(source)
+    if lacking and (needs := [key for key in _NEEDED if key in columns]):
         print_line(
             f"note: {where}: DATA is read with {', '.join(f'`{key}`' for key in needs)} of the other data; "
-            f"data.eval.0.{needs[0]}=null reads it without"
+            f"data.eval.{lacking[0]}.{needs[0]}=null reads it without"
         )
     by_source = OmegaConf.select(tree, "rewards.by_source", throw_on_resolution_failure=False)
     replaced = _labels(tree, "data.eval", where) if isinstance(by_source, DictConfig) else set()

@@ -213,6 +213,8 @@ def test_keys_that_other_data_may_lack_are_named_and_left_out_where_they_cannot_
     (source,) = configuration(str(run), ["math500"], []).data.eval
     assert source.template is None and source.problem_template is None
     assert not capsys.readouterr().out
+    configuration(str(run), ["math500", "x.jsonl"], [])
+    assert "; data.eval.1.problem_template=null reads it without" in capsys.readouterr().out
     row = {"question": "1+1", "solution": "#### 2", "level": 3}
     overrides = ["data.eval.0.problem_column=question", "data.eval.0.environment=none"]
     source = make_source(run, tmp_path, row, *overrides)
